@@ -1,0 +1,118 @@
+"""What is asked of attention (`Problem`) and what will or will not run for it (`Plan`, `Decline`).
+
+Plain data without torch, so that a plan can be made for a GPU nobody has here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+DIRECTIONS = ("forward", "backward")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call as the planner sees it: everything that decides which kernel can run, and nothing else.
+
+    `features` names what the call asks for beyond plain attention, in the matrix's words
+    (`compat_matrix.yaml`, `features`): causal, window, gqa, varlen, seqused_k, key_ranges, mask, softcap, ...
+    """
+
+    direction: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    features: frozenset[str] = frozenset()
+
+    def backward(self) -> Problem:
+        """The backward of this forward."""
+        return replace(self, direction="backward")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, real or faked, as far as planning needs it.
+
+    `capability` is (major, minor); `shared_memory` is the opt-in bytes per block;
+    `backend` says how kernels run there: "gpu" or "emulated".
+    """
+
+    name: str
+    generation: str
+    capability: tuple[int, int]
+    shared_memory: int
+    multiprocessors: int = 0
+    index: int = 0
+    backend: str = "gpu"
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that is fixed when a kernel is compiled. Two equal Configs are the same cubin.
+
+    `kernel` is the source file's stem in `cuda_src/`. Every other field becomes a constant of the
+    same name in CamelCase with a leading k (`head_dim` -> `kHeadDim`) in front of the kernel's source.
+    """
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int = 1
+    has_window: bool = False
+    has_key_ranges: bool = False
+    has_mask: bool = False
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_softcap: bool = False
+    has_sinks: bool = False
+    has_dropout: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a kernel does not take a problem: a stable `code` for machines, `text` for people."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Decline:
+    """No kernel takes the problem. All reasons at once, and the nearest thing that would run on one."""
+
+    problem: Problem
+    reasons: tuple[Reason, ...]
+    nearest: str = ""
+
+    def __str__(self) -> str:
+        text = "; ".join(f"{reason.code}: {reason.text}" for reason in self.reasons)
+        return f"{text} (nearest: {self.nearest})" if self.nearest else text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel that will run a problem on a device.
+
+    `status` is the matrix's word ("verified" or "compiled"), `note` what it says beside it.
+    """
+
+    problem: Problem
+    device: Device
+    config: Config
+    status: str
+    note: str = ""
+    cells: tuple[str, ...] = field(default=())
+
+
+class DeclinedError(RuntimeError):
+    """Raised where falling back was not allowed (`on_decline="error"`, strict). `decline` has all reasons."""
+
+    def __init__(self, decline: Decline):
+        super().__init__(f"no flashpatch kernel takes this attention: {decline}")
+        self.decline = decline
