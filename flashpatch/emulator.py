@@ -30,6 +30,8 @@ MACHINE_FLAGS = ("-O2",)
 KERNEL_FLAGS = ("-O2",)
 PARAMS_LIMIT = 4096
 Patch = Callable[[str, str], str]
+# Unrolling costs compile time and buys nothing here; the line stays, so that line numbers do.
+_UNROLL = re.compile(r"^#pragma unroll.*$", re.MULTILINE)
 
 
 class EmulationError(RuntimeError):
@@ -148,7 +150,7 @@ def _read_sources(folder: Path) -> dict[str, str]:
     for place in dict.fromkeys((root, folder, root / "emulation")):
         for path in sorted(place.glob("*.*")):
             if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
-                texts[path.name] = path.read_text(encoding="utf-8")
+                texts[path.name] = _UNROLL.sub("", path.read_text(encoding="utf-8"))
     return texts
 
 

@@ -62,6 +62,9 @@ EXPORT int flashpatch_launch(void (*entry)(const void*), const void* params, uns
   machine.threads.resize(threads);
   machine.warps.resize(machine.num_warps);
   set_shared(shared_bytes);
+  for (Thread& thread : machine.threads) thread.copies.clear();
+  order_begin_launch();
+  banks_begin_launch();
   for (u32 block = 0; block < grid && !machine.failed; ++block) run_block(block);
   return machine.failed;
 }

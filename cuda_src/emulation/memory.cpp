@@ -49,39 +49,58 @@ const GlobalRange* check_global(const char* instruction, const void* pointer, u3
   return range;
 }
 
-void land(const PendingCopy& copy) {
+void land(u32 thread, const PendingCopy& copy) {
   if (copy.source) __builtin_memcpy(host(copy.destination), copy.source, 16);
   else __builtin_memset(host(copy.destination), 0, 16);
+  order_land(thread, copy.destination, 16);
 }
 
 }  // namespace
 
 const u8* shared_read(const char* instruction, u32 address, u32 bytes, Site site) {
   check_shared(instruction, address, bytes, site);
+  const u16 index = count(instruction, site);
+  order_read(instruction, index, address, bytes, site);
+  banks_note(index, address, bytes);
+  return host(address);
+}
+
+const u8* shared_read_by_warp(const char* instruction, u16 index, u32 address, u32 bytes, Site site) {
+  check_shared(instruction, address, bytes, site);
+  order_read_by_warp(instruction, index, address, bytes, site);
   return host(address);
 }
 
 u8* shared_write(const char* instruction, u32 address, u32 bytes, Site site) {
   check_shared(instruction, address, bytes, site);
+  const u16 index = count(instruction, site);
+  order_write(instruction, index, address, bytes, site);
+  banks_note(index, address, bytes);
   return host(address);
 }
 
 const u8* global_read(const char* instruction, const void* pointer, u32 bytes, Site site) {
   check_global(instruction, pointer, bytes, site);
+  count(instruction, site);
   return static_cast<const u8*>(pointer);
 }
 
 u8* global_write(const char* instruction, void* pointer, u32 bytes, Site site) {
   const GlobalRange* range = check_global(instruction, pointer, bytes, site);
   if (range && !range->writable) fail(site, "%s writes to %s, which this launch only reads", instruction, range->name);
+  count(instruction, site);
   ++machine.progress;
   machine.idle_polls = 0;
   return static_cast<u8*>(pointer);
 }
 
 void copy_async(u32 destination, const void* source, bool valid, Site site) {
-  check_shared("cp_async_16", destination, 16, site);
-  if (valid) check_global("cp_async_16", source, 16, site);
+  const char* instruction = "cp_async_16";
+  check_shared(instruction, destination, 16, site);
+  if (valid) check_global(instruction, source, 16, site);
+  const u16 index = count(instruction, site);
+  order_issue(instruction, index, destination, 16, site);
+  banks_note(index, destination, 16);
   Thread& self = *machine.running;
   self.copies.push_back({destination, valid ? source : nullptr, site});
   ++self.uncommitted_copies;
@@ -99,7 +118,7 @@ void copy_async_wait(u32 pending, Site) {
   const size_t groups = self.copy_groups.size() - pending;
   size_t copies = 0;
   for (size_t g = 0; g < groups; ++g) copies += self.copy_groups[g];
-  for (size_t i = 0; i < copies; ++i) land(self.copies[i]);
+  for (size_t i = 0; i < copies; ++i) land(self.identity.thread, self.copies[i]);
   self.copies.erase(self.copies.begin(), self.copies.begin() + static_cast<std::ptrdiff_t>(copies));
   self.copy_groups.erase(self.copy_groups.begin(), self.copy_groups.begin() + static_cast<std::ptrdiff_t>(groups));
 }

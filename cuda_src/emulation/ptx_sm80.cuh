@@ -72,6 +72,11 @@ template <class T> DEVICE void st_global(T* pointer, T value, SITE) {
 DEVICE void red_add_global(float* pointer, float value, SITE) {
   *reinterpret_cast<float*>(emulation::global_write("red_add_global", pointer, 4, site)) += value;
 }
+constexpr bool kHasVectorReduction = true;
+DEVICE void red_add_global(float* pointer, F32x4 v, SITE) {
+  float* sum = reinterpret_cast<float*>(emulation::global_write("red_add_global", pointer, 16, site));
+  sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+}
 DEVICE i32 ld_acquire_global(const i32* pointer, SITE) {
   emulation::poll("ld_acquire_global", pointer, site);
   return *reinterpret_cast<const i32*>(emulation::global_read("ld_acquire_global", pointer, 4, site));
@@ -114,6 +119,8 @@ DEVICE float exp2_approx(float x) {
   return y < 0x1p-126f ? 0.0f : y;  // .ftz
 }
 DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
+DEVICE float rcp_approx(float x) { return 1.0f / x; }
+DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float tanh_approx(float x) { return __builtin_tanhf(x); }
 template <bool kIsBf16> DEVICE u32 pack(float low, float high) {
   return emulation::narrow<kIsBf16>(low) | emulation::narrow<kIsBf16>(high) << 16;
