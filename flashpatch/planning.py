@@ -328,7 +328,8 @@ def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
 def _shared_memory_reason(problem: Problem, device: Device) -> Reason:
     return Reason(
         "shared_memory",
-        f"head_dim {problem.head_dim} needs more shared memory per block than {device.name}'s {device.shared_memory} bytes",
+        f"head_dim {problem.head_dim} needs more shared memory per block than the "
+        f"{device.shared_memory} bytes of {device.name}",
     )
 
 
