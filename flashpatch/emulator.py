@@ -110,7 +110,9 @@ def _signature(compiler: tuple[str, ...]) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     cpu = platform.machine() + platform.processor()
     try:
-        cpu += next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat")))
+        cpu += next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))
+        )
     except (OSError, StopIteration):
         pass
     return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS))
@@ -251,7 +253,19 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
         for name, text in {**headers, "kernel.cc": unit}.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         shared = ("-shared", "-Wl,-Bsymbolic") if sys.platform != "darwin" else ("-shared",)
-        command = [*compiler, *FLAGS, *KERNEL_FLAGS, *shared, "kernel.cc", "-x", "none", str(machine), "-lm", "-o", "kernel.so"]
+        command = [
+            *compiler,
+            *FLAGS,
+            *KERNEL_FLAGS,
+            *shared,
+            "kernel.cc",
+            "-x",
+            "none",
+            str(machine),
+            "-lm",
+            "-o",
+            "kernel.so",
+        ]
         _run(command, f"{config.kernel} ({config})", folder)
         return Path(folder, "kernel.so")
 
@@ -262,7 +276,12 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
 
 
 class _GlobalRange(ctypes.Structure):
-    _fields_ = [("begin", ctypes.c_uint64), ("end", ctypes.c_uint64), ("name", ctypes.c_char_p), ("writable", ctypes.c_uint32)]
+    _fields_ = [
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("writable", ctypes.c_uint32),
+    ]
 
 
 class _Failure(ctypes.Structure):
@@ -286,7 +305,18 @@ class _Library:
         self.lock = threading.Lock()
         self.c = ctypes.CDLL(str(path))
         u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-        self.c.flashpatch_launch.argtypes = [pointer, ctypes.c_char_p, u32, u32, u32, u32, u64, pointer, u32, ctypes.c_double]
+        self.c.flashpatch_launch.argtypes = [
+            pointer,
+            ctypes.c_char_p,
+            u32,
+            u32,
+            u32,
+            u32,
+            u64,
+            pointer,
+            u32,
+            ctypes.c_double,
+        ]
         self.c.flashpatch_failure.restype = ctypes.POINTER(_Failure)
         self.c.flashpatch_records.argtypes = [ctypes.POINTER(ctypes.POINTER(_Record))]
 
@@ -341,7 +371,12 @@ class Kernel:
             if failed:
                 site = f"{failure.file.decode()}:{failure.line}" if failure.file else ""
                 raise EmulationError(
-                    self.config.kernel, entry, failure.block, failure.thread, site, failure.text.decode(errors="replace")
+                    self.config.kernel,
+                    entry,
+                    failure.block,
+                    failure.thread,
+                    site,
+                    failure.text.decode(errors="replace"),
                 )
 
     def _entry(self, entry: str, params: bytes) -> tuple[ctypes.c_void_p, bytes]:
