@@ -303,18 +303,8 @@ class _Library:
         self.lock = threading.Lock()
         self.c = ctypes.CDLL(str(path))
         u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-        self.c.flashpatch_launch.argtypes = [
-            pointer,
-            ctypes.c_char_p,
-            u32,
-            u32,
-            u32,
-            u32,
-            u64,
-            pointer,
-            u32,
-            ctypes.c_double,
-        ]
+        launch = (pointer, ctypes.c_char_p, u32, u32, u32, u32, u64, pointer, u32, ctypes.c_int, ctypes.c_double)
+        self.c.flashpatch_launch.argtypes = launch
         self.c.flashpatch_failure.restype = ctypes.POINTER(_Failure)
         self.c.flashpatch_records.argtypes = [ctypes.POINTER(ctypes.POINTER(_Record))]
 
@@ -362,7 +352,17 @@ class Kernel:
         library = self._library
         with library.lock:
             failed = library.c.flashpatch_launch(
-                enter, params, len(params), grid, block_threads, shared_memory, self.seed, ranges, len(tensors), limit
+                enter,
+                params,
+                len(params),
+                grid,
+                block_threads,
+                shared_memory,
+                self.seed,
+                ranges,
+                len(tensors),
+                self.config.deterministic,
+                limit,
             )
             self.last = library.counters()
             failure = library.c.flashpatch_failure().contents

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,23 @@ KERNEL(64, 1) takes_turns(GRID_CONSTANT P p) {
     st_global(p.out + 1, ld_global_coherent(p.out));
   }
 }
+KERNEL(64, 1) every_block_stores(GRID_CONSTANT P p) { st_global(p.out + thread_index(), 1.f); }
+KERNEL(64, 1) every_block_adds(GRID_CONSTANT P p) { red_add_global(p.out + thread_index(), 1.f); }
+KERNEL(64, 1) two_threads_store(GRID_CONSTANT P p) { st_global(p.out + thread_index() / 2, 1.f); }
+KERNEL(64, 1) reads_what_it_wrote(GRID_CONSTANT P p) {
+  st_global(p.out + thread_index(), 1.f);
+  ld_global(p.out + thread_index());
+}
+KERNEL(64, 1) adds_in_turn(GRID_CONSTANT P p) {
+  if (thread_index() == 0) {
+    while (ld_acquire_global(p.turn) != (i32)block_index()) {}
+  }
+  if (p.n != 1) sync_block();
+  const float sum = ld_global_coherent(p.out + thread_index());
+  st_global(p.out + thread_index(), sum + 1.f);
+  if (p.n != 2) sync_block();
+  if (thread_index() == 0) red_release_add_global(p.turn, 1);
+}
 KERNEL(64, 1) never_ends(GRID_CONSTANT P p) {
   for (;;) shfl_xor(1, 1);
 }
@@ -195,8 +213,8 @@ def folder(tmp_path_factory):
 class Run:
     """Launches kernels of SOURCE and keeps what they wrote."""
 
-    def __init__(self, folder, seed=0):
-        self.kernel = emulator.load(CONFIG, folder=folder, seed=seed)
+    def __init__(self, folder, seed=0, config=CONFIG):
+        self.kernel = emulator.load(config, folder=folder, seed=seed)
         self.inputs = torch.arange(64, dtype=torch.float32)
         self.out = torch.full((64,), -1.0)
         self.turn = torch.zeros(1, dtype=torch.int32)
@@ -232,7 +250,7 @@ def is_race(error, *instructions):
 @pytest.mark.parametrize("seed", range(5))
 def test_correct_kernels_pass(folder, seed):
     run = Run(folder, seed)
-    assert torch.equal(run("correct", grid=3), run.inputs)
+    assert torch.equal(run("correct"), run.inputs)
     assert torch.equal(run("waits_for_the_older"), run.inputs)
     assert torch.equal(run("zero_fill"), torch.zeros(64))
     assert torch.equal(run("halves_of_a_word"), run.inputs)
@@ -278,6 +296,43 @@ def test_lanes_of_a_warp_need_sync_warp(run):
 
 def test_sync_warp_does_not_order_other_warps(run):
     assert is_race(fault(run, "warp_is_not_block"), "st_shared", "ld_shared")
+
+
+# ---- order in global memory ----
+
+
+def test_blocks_that_store_to_the_same_place(run):
+    run("every_block_stores")
+    what = fault(run, "every_block_stores", grid=2).what
+    assert what.startswith("race in global memory: st_global of byte 0 of out") and "of block 0" in what
+
+
+def test_blocks_may_add_to_the_same_place(run):
+    assert run("every_block_adds", grid=3).tolist() == [2.0] * 64
+
+
+def test_deterministic_kernels_add_in_order(folder):
+    run = Run(folder, config=replace(CONFIG, deterministic=True))
+    run("every_block_adds")
+    assert "red_add_global" in fault(run, "every_block_adds", grid=2).what
+
+
+def test_turns_order_blocks(run):
+    assert run("adds_in_turn", grid=3).tolist() == [2.0] * 64
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_turns_need_barriers_around_them(run, n):
+    """The thread that waits for the turn, and the one that passes it on, speak for their block only after a barrier."""
+    assert "race in global memory" in fault(run, "adds_in_turn", n, grid=3).what
+
+
+def test_threads_that_store_to_the_same_place(run):
+    assert "race in global memory" in fault(run, "two_threads_store").what
+
+
+def test_read_only_loads_of_written_memory(run):
+    assert "cache may be stale" in fault(run, "reads_what_it_wrote").what
 
 
 # ---- bounds and alignment ----
@@ -398,9 +453,9 @@ def test_bank_conflicts_of_wide_accesses(run, stride, passes):
 
 
 def test_instruction_counts(run):
-    run("correct", grid=3)
+    run("correct")
     counts = run.kernel.last.instructions
-    assert counts == {"cp_async_16": 48, "sync_block": 192, "ld_shared": 192, "st_global": 192}
+    assert counts == {"cp_async_16": 16, "sync_block": 64, "ld_shared": 64, "st_global": 64}
     run("votes")
     assert run.kernel.last.instructions == {"vote": 4, "sync_block_or": 64, "st_global": 64}
 
