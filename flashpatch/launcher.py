@@ -100,8 +100,12 @@ class Forward:
             if copies:
                 out, logsumexp, _ = Forward(self.plan, *copied, call).run(*copied, call)
                 return out, logsumexp, copies
-        out = torch.empty(self.out_shape, dtype=q.dtype, device=q.device)
-        logsumexp = torch.empty(self.statistics_shape, dtype=torch.float32, device=q.device)
+        if call.cu_seqlens_q is None:
+            out = torch.empty(self.out_shape, dtype=q.dtype, device=q.device)
+            logsumexp = torch.empty(self.statistics_shape, dtype=torch.float32, device=q.device)
+        else:  # rows of no sequence are nobody's to write
+            out = torch.zeros(self.out_shape, dtype=q.dtype, device=q.device)
+            logsumexp = torch.full(self.statistics_shape, -torch.inf, dtype=torch.float32, device=q.device)
         optional = call.pointers()
         packed = _POINTERS.pack(
             *pointers, out.data_ptr(), logsumexp.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:]
@@ -143,8 +147,9 @@ class Backward:
                 dout, q, k, v, out = copied
                 again = Backward(self.plan, *copied, call)
                 return *again.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)[:-1], copies
-        dq, dk, dv = (torch.empty(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (q, k, v))
-        delta = torch.empty_like(logsumexp)
+        new = torch.empty if call.cu_seqlens_q is None else torch.zeros  # rows of no sequence are nobody's to write
+        dq, dk, dv = (new(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (q, k, v))
+        delta = new(logsumexp.shape, dtype=torch.float32, device=q.device)
         dq_accum = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         dq_turns = dbias = None
         if self.plan.config.deterministic:
@@ -185,7 +190,7 @@ def _bias_gradient(bias: torch.Tensor) -> torch.Tensor:
 def _sink_gradient(call: Call, logsumexp: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """-sum over rows of exp(sink - logsumexp) * delta: a sink is one more softmax column, without a value."""
     heads_last = logsumexp.movedim(-2, -1)  # [..., seqlen_q, num_heads_q]
-    weight = torch.exp(call.sinks.float() - heads_last)
+    weight = torch.exp(call.sinks - heads_last).masked_fill(heads_last == -torch.inf, 0.0)  # rows of no sequence
     return -(weight * delta.movedim(-2, -1)).flatten(0, -2).sum(0)
 
 
