@@ -52,6 +52,12 @@ DEVICE float score_log2(const Params& p, const Sequence& s, const Scores& scores
   return x;
 }
 
+// dbias += the score's gradient
+DEVICE void add_bias_gradient(const Params& p, const Sequence& s, int head, int i, int j, float gradient) {
+  if (p.dbias && gradient != 0.f && i < s.q_length && j < s.k_length)
+    red_add_global(p.dbias + (s.batch * p.bias_stride_batch + head * p.bias_stride_head + i * p.bias_stride_row + j * p.bias_stride_column), gradient);
+}
+
 // Scores of C fragments [16 kM queries x 8 kN keys] in place; (i, j) is this thread's first element.
 template <int kM, int kN>
 DEVICE void transform(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, const Scores& scores, int i, int j) {

@@ -33,9 +33,8 @@ template <int kRowCount, int kColumnCount> struct Tile {
 
   u32 base;  // multiple of 128
 
-  DEVICE u32 address(int row, int chunk) const {
-    return base + row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4);
-  }
+  static DEVICE u32 offset(int row, int chunk) { return row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4); }
+  DEVICE u32 address(int row, int chunk) const { return base + offset(row, chunk); }
 };
 
 // ---- global memory -> tile ----
@@ -126,23 +125,24 @@ DEVICE void add_fragment(float* fragment, const float (&c)[4]) {
 
 // ---- tile -> fragments ----
 
-// This lane's address in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
-// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR.
+// This lane's place in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
+// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR. Kept apart from the tile's
+// base, so that tiles of one shape share the few registers with XORed offsets.
 template <class T> struct Window16 {
-  u32 lane_address;
+  u32 base, lane_offset;
   DEVICE u32 at(int row, int chunk) const {
-    return (lane_address ^ ((chunk & T::kSwizzle) << 4)) + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch;
+    return (lane_offset ^ ((chunk & T::kSwizzle) << 4)) + (base + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch);
   }
 };
 // Matrices in the order (upper left, lower left, upper right, lower right): an A fragment, or with .trans two B fragments
 // of a tile stored [k][n].
 template <class T> DEVICE Window16<T> down_first(T tile, int row, int chunk) {
-  return {tile.address(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
+  return {tile.base, T::offset(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
 }
 // Matrices in the order (upper left, upper right, lower left, lower right): two B fragments of a tile stored [n][k], or
 // with .trans an A fragment of a tile stored [k][m].
 template <class T> DEVICE Window16<T> right_first(T tile, int row, int chunk) {
-  return {tile.address(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
+  return {tile.base, T::offset(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
 }
 
 // A fragment of step k out of accumulators.
