@@ -14,7 +14,8 @@ struct MmaArguments {
 // d[16x8] += a[16x16] b[16x8]. a[0..3]: (row g, columns 2p), (g + 8, 2p), (g, 2p + 8), (g + 8, 2p + 8);
 // b[0..1]: rows 2p and 2p + 8 of column g; d[0..3]: (g, 2p), (g, 2p + 1), (g + 8, 2p), (g + 8, 2p + 1).
 template <bool kIsBf16>
-void run_mma(void* const (&arguments)[kLanes], Site) {
+void run_mma(void* const (&arguments)[kLanes], Site site) {
+  count("mma_m16n8k16", site);
   float a[16][16], b[16][8], d[16][8];
   for (u32 lane = 0; lane < kLanes; ++lane) {
     const MmaArguments& in = *static_cast<const MmaArguments*>(arguments[lane]);
@@ -47,11 +48,16 @@ struct LdmatrixArguments {
 template <bool kTransposed>
 void run_ldmatrix(void* const (&arguments)[kLanes], Site site) {
   const char* name = kTransposed ? "ldmatrix_x4_trans" : "ldmatrix_x4";
+  const u16 index = count(name, site);
   u16 matrices[4][8][8];
+  u32 addresses[kLanes];
   for (u32 lane = 0; lane < kLanes; ++lane) {
-    const u32 address = static_cast<const LdmatrixArguments*>(arguments[lane])->address;
-    __builtin_memcpy(matrices[lane / 8][lane % 8], shared_read(name, address, 16, site), 16);
+    machine.acting = &lane_of_running_warp(lane);
+    addresses[lane] = static_cast<const LdmatrixArguments*>(arguments[lane])->address;
+    __builtin_memcpy(matrices[lane / 8][lane % 8], shared_read_by_warp(name, index, addresses[lane], 16, site), 16);
   }
+  machine.acting = nullptr;
+  for (u32 m = 0; m < 4; ++m) record(index).bank_conflicts += banks_conflicts_of_rows(addresses + m * 8);
   for (u32 lane = 0; lane < kLanes; ++lane) {
     u32* r = static_cast<const LdmatrixArguments*>(arguments[lane])->r;
     const u32 g = lane / 4, p = lane % 4 * 2;
@@ -69,6 +75,7 @@ struct ShflArguments {
 };
 
 void run_shfl(void* const (&arguments)[kLanes], Site site) {
+  count("shfl_xor", site);
   u32 values[kLanes];
   for (u32 lane = 0; lane < kLanes; ++lane) values[lane] = static_cast<const ShflArguments*>(arguments[lane])->value;
   for (u32 lane = 0; lane < kLanes; ++lane) {
@@ -79,13 +86,19 @@ void run_shfl(void* const (&arguments)[kLanes], Site site) {
   }
 }
 
-void run_vote(void* const (&arguments)[kLanes], Site) {
+void run_vote(void* const (&arguments)[kLanes], Site site) {
+  count("vote", site);
   u32 ballot = 0;
   for (u32 lane = 0; lane < kLanes; ++lane) ballot |= (*static_cast<const u32*>(arguments[lane]) & 1u) << lane;
   for (u32 lane = 0; lane < kLanes; ++lane) *static_cast<u32*>(arguments[lane]) = ballot;
 }
 
-void run_sync_warp(void* const (&)[kLanes], Site) {}
+void run_sync_warp(void* const (&)[kLanes], Site site) {
+  count("sync_warp", site);
+  u32 threads[kLanes];
+  for (u32 lane = 0; lane < kLanes; ++lane) threads[lane] = lane_of_running_warp(lane).identity.thread;
+  order_join(threads, kLanes);
+}
 
 const Collective kMmaBf16{"mma_m16n8k16", run_mma<true>};
 const Collective kMmaFp16{"mma_m16n8k16", run_mma<false>};

@@ -199,7 +199,8 @@ std::string lanes_text(u32 lanes) {
 void fail(Site site, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  record_failure(machine.running ? machine.running->identity.thread : 0, site, format, arguments);
+  const Thread* blamed = machine.acting ? machine.acting : machine.running;
+  record_failure(blamed ? blamed->identity.thread : 0, site, format, arguments);
   va_end(arguments);
   leave();
 }
@@ -242,8 +243,8 @@ void rendezvous(const Collective& collective, void* argument, Site site) {
   warp.arguments[self.identity.lane] = argument;
   warp.arrived |= 1u << self.identity.lane;
   if (warp.arrived != ~0u) return suspend(State::kWarp, collective.name, site);
+  banks_meet(self.identity.warp);
   collective.run(warp.arguments, site);
-  count(collective.name, site);
   ++machine.progress;
   machine.idle_polls = 0;
   warp.arrived = 0;
@@ -288,8 +289,15 @@ void finish_barrier_if_complete() {
   machine.at_barrier = 0;
   ++machine.progress;
   machine.idle_polls = 0;
+  static std::vector<u32> met;
+  met.clear();
   for (Thread& t : machine.threads)
-    if (t.state == State::kBlock) wake(t);
+    if (t.state == State::kBlock) {
+      wake(t);
+      met.push_back(t.identity.thread);
+    }
+  order_join(met.data(), static_cast<u32>(met.size()));
+  for (u32 w = 0; w < machine.num_warps; ++w) banks_meet(w);
 }
 
 void sync_block(Site site) { arrive_at_barrier("sync_block", false, site); }
@@ -305,12 +313,15 @@ void run_block(u32 index) {
   machine.at_barrier = 0;
   machine.barrier_or = machine.barrier_result = false;
   machine.idle_polls = 0;
+  machine.acting = nullptr;
   std::fill(machine.shared, machine.shared + machine.shared_bytes, u8(0xff));  // a NaN in every format
+  order_begin_block();
   reset_threads();
   Thread& first = machine.threads[machine.random ? random_below(machine.num_warps) * kLanes : 0];
   machine.running = &first;
   identity = &first.identity;
   switch_context(machine.scheduler, first.context);
+  for (u32 w = 0; w < machine.num_warps && !machine.failed; ++w) banks_meet(w);
 }
 
 }  // namespace emulation

@@ -57,6 +57,7 @@ struct Machine {
   const GlobalRange* ranges;
   u32 num_ranges;
   const GlobalRange* last_range;
+  bool ordered_additions;  // deterministic kernels: additions to the same word need an order
   u64 random;  // state of the shuffle; 0: warps take turns
   // The block.
   std::vector<Thread> threads;
@@ -72,6 +73,7 @@ struct Machine {
   u64 progress;  // counts everything that another thread could be waiting for
   u32 idle_polls;
   u64 deadline;  // nanoseconds of the monotonic clock
+  const Thread* acting;  // whom to blame while one thread runs a collective for all; null: the running one
   bool failed;
   Failure failure;
 };
@@ -85,6 +87,8 @@ void suspend(State state, const char* waits_for, Site site);
 void wake(Thread& thread);
 void run_block(u32 index);
 void finish_barrier_if_complete();
+inline Thread& lane_of_running_warp(u32 lane) { return machine.threads[machine.running->identity.warp * kLanes + lane]; }
+
 std::string describe(Site site);          // "forward_sm80.cu:88"
 std::string lanes_text(u32 lanes);        // "0-7,9"
 
@@ -101,10 +105,36 @@ u32 record_index(const char* instruction, Site site);
 SiteRecord& record(u32 index);
 void reset_records();
 u32 all_records(const SiteRecord** first);
-inline SiteRecord& count(const char* instruction, Site site) {
-  SiteRecord& r = record(record_index(instruction, site));
-  ++r.executions;
-  return r;
+inline u16 count(const char* instruction, Site site) {
+  const u32 index = record_index(instruction, site);
+  ++record(index).executions;
+  return static_cast<u16>(index);
 }
+
+// ---- memory on behalf of a whole warp (ldmatrix); counts nothing ----
+const u8* shared_read_by_warp(const char* instruction, u16 index, u32 address, u32 bytes, Site site);
+
+// ---- order of accesses to shared memory (order.cpp) ----
+void order_begin_launch();
+void order_begin_block();
+void order_read(const char* instruction, u16 index, u32 address, u32 bytes, Site site);
+void order_read_by_warp(const char* instruction, u16 index, u32 address, u32 bytes, Site site);
+void order_write(const char* instruction, u16 index, u32 address, u32 bytes, Site site);
+void order_issue(const char* instruction, u16 index, u32 address, u32 bytes, Site site);
+void order_land(u32 thread, u32 address, u32 bytes);
+void order_join(const u32* threads, u32 count);
+u32 order_clock(u32 thread);
+bool order_knows(u32 thread, u32 other, u32 time);  // is what `other` did up to `time` ordered before `thread`'s next access?
+std::vector<u32> order_release(u32 thread);         // what it knows; its later accesses are not part of that
+
+// ---- global memory (global_memory.cpp) ----
+void global_begin_launch();
+void global_source(const char* instruction, const void* pointer, u32 bytes, Site site);
+
+// ---- bank conflicts (banks.cpp) ----
+void banks_begin_launch();
+void banks_note(u32 index, u32 address, u32 bytes);
+void banks_meet(u32 warp);
+u32 banks_conflicts_of_rows(const u32* addresses);  // 8 rows of 16 bytes
 
 }  // namespace emulation
