@@ -1,0 +1,442 @@
+"""Measured proof: `verify_kernels` for every cell the matrix claims, `verify_model` for a patched model.
+
+A pass always means that something was launched (kernels) or dispatched (models) and compared: nothing launched,
+nothing verified. Both return dataclasses; printing is the command line's job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import compiler, emulator, launcher, planning, reference, tolerance
+from .call import Call
+from .problem import Config, Decline, Device, Plan, Problem
+
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+
+def documented(text: str, **options):
+    """A dataclass field whose meaning goes into the JSON Schema of `--json`."""
+    return field(metadata={"doc": text}, **options)
+
+
+# ---- cases ----
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call to try: what is asked, at which sizes, with which inputs."""
+
+    problem: Problem  # the forward; its backward runs too where the matrix has one
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    values: str = "normal"  # or "large": logits far apart, as real activations have them
+    layout: str = "contiguous"  # "transposed": [batch, heads, seqlen, dim] in memory; "sliced": rows of a wider tensor
+
+    @property
+    def name(self) -> str:
+        problem = self.problem
+        dims = f"d{problem.head_dim}" + (f"v{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+        features = "+".join(sorted(problem.features)) or "plain"
+        sizes = f"b{self.batch}-q{self.seqlen_q}-k{self.seqlen_k}-h{self.num_heads_q}x{self.num_heads_kv}"
+        return f"{SHORT[problem.dtype]}-{dims}-{features}-{sizes}-{self.values}-{self.layout}"
+
+
+# (seqlen_q, seqlen_k): never multiples of a tile only, both longer and shorter than the other, single rows
+EMULATED_SIZES = ((70, 133), (129, 65), (1, 77), (64, 64), (33, 150))
+GPU_SIZES = ((113, 203), (1024, 1023), (1, 257), (640, 128), (257, 769))
+VALUES = ("normal", "large")
+LAYOUTS = ("contiguous", "transposed", "sliced")
+
+
+def claimed(device: Device) -> dict[str, planning.Cell]:
+    """The cells the matrix claims for a device, by name."""
+    return {cell.name: cell for cell in planning.support().cells.values() if cell.generation == device.generation}
+
+
+def cases(device: Device, quick: bool = False) -> list[Case]:
+    """What to try on a device so that every claimed cell and every pair of features that may meet is reached.
+
+    On a GPU each feature is tried alone and in the largest combinations; in the emulator, where each combination
+    costs a build, only in the largest ones. `quick` keeps one size and the two most used head dims.
+    """
+    problems = _problems(device, quick)
+    alone = [problem for problem in problems if len(problem.features) < 2]
+    if device.backend != "gpu":
+        kept = [problem for problem in alone if problem.head_dim == 64 and not problem.features]
+        problems = [problem for problem in problems if len(problem.features) >= 2] + kept
+    sizes = GPU_SIZES if device.backend == "gpu" else EMULATED_SIZES
+    found = []
+    for number, problem in enumerate(problems):
+        for step in range(1 if quick or device.backend != "gpu" else 3):
+            seqlen_q, seqlen_k = sizes[(number + 2 * step) % len(sizes)]
+            heads_q, heads_kv = (4, 2) if "gqa" in problem.features else (2, 2)
+            values, layout = VALUES[(number + step) % 2], LAYOUTS[(number + step) % 3]
+            found.append(Case(problem, 2, seqlen_q, seqlen_k, heads_q, heads_kv, values, layout))
+    for problem in [problem for problem in alone if problem.head_dim == 64 and not problem.features]:
+        for batch, seqlen_q, seqlen_k in ((2, 0, 5), (2, 5, 0), (0, 5, 5)):
+            found.append(Case(problem, batch, seqlen_q, seqlen_k, 2, 2))
+    return found
+
+
+def _problems(device: Device, quick: bool) -> list[Problem]:
+    """Each feature alone, then combinations as large as the matrix allows until every pair that may meet has met."""
+    matrix = planning.support()
+    here = [cell for cell in claimed(device).values() if cell.direction == "forward"]
+    found = []
+    for number, (dtype, bucket) in enumerate(sorted({(cell.dtype, cell.head_dim) for cell in here})):
+        if quick and bucket not in (64, 128):
+            continue
+        # every other combination has a head dim below its bucket, so that padding is always in play
+        head_dim = bucket - 8 if number % 2 and matrix.bucket(bucket - 8) == bucket else bucket
+        features = [
+            name for name in matrix.features if name != "plain" and matrix_has(here, dtype, bucket, name)
+        ]
+
+        def problem_of(names: Iterable[str], dtype=dtype, head_dim=head_dim) -> Problem:
+            head_dim_v = max(head_dim * 2 // 3 // 8 * 8, 8) if "unequal_head_dims" in names else head_dim
+            return Problem("forward", dtype, head_dim, head_dim_v, frozenset(names))
+
+        def runs(names: Iterable[str], problem_of=problem_of) -> bool:
+            return isinstance(planning.resolve(problem_of(names), device), Plan)
+
+        chosen: list[frozenset[str]] = [frozenset(), *(frozenset([name]) for name in features)]
+        missing = {frozenset(pair) for pair in itertools.combinations(features, 2) if runs(pair)}
+        while missing:
+            together = set(min(missing, key=sorted))
+            for name in features:
+                if runs(together | {name}):
+                    together.add(name)
+            chosen.append(frozenset(together))
+            missing -= {frozenset(pair) for pair in itertools.combinations(sorted(together), 2)}
+        found += [problem_of(names) for names in chosen if runs(names)]
+    return found
+
+
+def matrix_has(cells: list[planning.Cell], dtype: str, head_dim: int, feature: str) -> bool:
+    return any((cell.dtype, cell.head_dim, cell.feature) == (dtype, head_dim, feature) for cell in cells)
+
+
+# ---- inputs ----
+
+
+@dataclass
+class Inputs:
+    """Tensors of one case: q, k, v, the gradients that come in, and the keywords of `flashpatch.attention`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlogsumexp: torch.Tensor
+    keywords: dict
+    call: Call
+
+
+def make_inputs(case: Case, device: torch.device | str, seed: int) -> Inputs:
+    """The tensors of a case, the same for the same seed. Memory beside what a tensor shows is NaN, and so are keys
+    that no row may see."""
+    features = case.problem.features
+    unknown = features - set(_FEATURES)
+    if unknown:
+        raise ValueError(f"no inputs are known for the feature {sorted(unknown)[0]!r}; add it to verification._FEATURES")
+    draw = _Draw(case, device, seed)
+    for name in _FEATURES:  # in a fixed order, so that adding one feature does not change the other's numbers
+        if name in features:
+            _FEATURES[name](case, draw)
+    if "varlen" in features:
+        rows_q, rows_k = int(draw.keywords["cu_seqlens_q"][-1]), int(draw.keywords["cu_seqlens_k"][-1])
+        q_shape, k_shape = (rows_q, case.num_heads_q), (rows_k, case.num_heads_kv)
+        statistics = (case.num_heads_q, rows_q)
+    else:
+        q_shape = (case.batch, case.seqlen_q, case.num_heads_q)
+        k_shape = (case.batch, case.seqlen_k, case.num_heads_kv)
+        statistics = (case.batch, case.num_heads_q, case.seqlen_q)
+    scale = 4.0 if case.values == "large" else 1.0
+    q = draw.tensor((*q_shape, case.problem.head_dim), scale)
+    k = draw.tensor((*k_shape, case.problem.head_dim), scale)
+    v = draw.tensor((*k_shape, case.problem.head_dim_v), 1.0)
+    _blind_unseen(k, v, draw.keywords)
+    dout = draw.tensor((*q_shape, case.problem.head_dim_v), 1.0)
+    dlogsumexp = torch.randn(statistics, generator=draw.generator).to(device)
+    return Inputs(q, k, v, dout, dlogsumexp, draw.keywords, _call(q, k, case, draw.keywords, seed))
+
+
+class _Draw:
+    """The random numbers and keywords of one case."""
+
+    def __init__(self, case: Case, device, seed: int):
+        self.case, self.device = case, device
+        self.dtype = getattr(torch, case.problem.dtype)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.keywords: dict = {}
+
+    def tensor(self, shape: tuple[int, ...], scale: float) -> torch.Tensor:
+        room = _room(shape, self.case.layout, self.dtype, self.device)
+        return room.copy_(self.normal(shape) * scale)
+
+    def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
+
+
+def _room(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device) -> torch.Tensor:
+    """Uninitialised rows in a layout; whatever lies between them is NaN."""
+    *rows, heads, dim = shape
+    if layout == "transposed":
+        return torch.full((*rows[:-1], heads, rows[-1], dim), math.nan, dtype=dtype, device=device).transpose(-3, -2)
+    if layout == "sliced":
+        return torch.full((*rows, heads + 1, dim + 8), math.nan, dtype=dtype, device=device)[..., :heads, :dim]
+    return torch.full(shape, math.nan, dtype=dtype, device=device)
+
+
+def _causal(case: Case, draw: _Draw) -> None:
+    draw.keywords["causal"] = True
+
+
+def _window(case: Case, draw: _Draw) -> None:
+    left = max(case.seqlen_k // 2, 1)
+    draw.keywords["window_size"] = (left, -1 if "causal" in case.problem.features else max(case.seqlen_k // 4, 1))
+
+
+def _varlen(case: Case, draw: _Draw) -> None:
+    # a sequence without keys, one without queries, one query against few keys, one of another ratio
+    lengths_q = [case.seqlen_q, 3, 0, 1, max(case.seqlen_q // 3, 1)]
+    lengths_k = [case.seqlen_k, 0, 5, 2, case.seqlen_k]
+    for name, lengths in (("q", lengths_q), ("k", lengths_k)):
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        draw.keywords[f"cu_seqlens_{name}"] = starts.to(draw.device)
+        draw.keywords[f"max_seqlen_{name}"] = max(lengths)
+
+
+def _seqused_k(case: Case, draw: _Draw) -> None:
+    batch = _batch(case, draw)
+    used = [max(case.seqlen_k - 3, 0), 0, 2, 1, case.seqlen_k // 2]
+    draw.keywords["seqused_k"] = torch.tensor(used[:batch], dtype=torch.int32, device=draw.device)
+
+
+def _key_ranges(case: Case, draw: _Draw) -> None:
+    shape = (_batch(case, draw), _longest(case, draw, "q"))
+    keys = _longest(case, draw, "k")
+    begin = draw.integers(0, max(keys // 2, 1), shape)
+    end = begin + draw.integers(0, keys + 1, shape)  # some rows see nothing, some run past the last key
+    draw.keywords["key_ranges"] = torch.stack([begin, end], dim=-1).to(draw.device)
+
+
+def _mask(case: Case, draw: _Draw) -> None:
+    shape = (_batch(case, draw), 1, _longest(case, draw, "q"), _longest(case, draw, "k"))
+    mask = torch.rand(shape, generator=draw.generator) > 0.2
+    mask[:, :, 1:2] = False  # a row that sees nothing
+    mask[..., -1:] = False  # a key nobody sees
+    draw.keywords["mask"] = mask.to(draw.device)
+
+
+def _bias(case: Case, draw: _Draw) -> None:
+    shape = (1, case.num_heads_q, _longest(case, draw, "q"), _longest(case, draw, "k"))
+    draw.keywords["bias"] = draw.normal(shape).to(draw.dtype).to(draw.device)
+
+
+def _alibi(case: Case, draw: _Draw) -> None:
+    draw.keywords["alibi_slopes"] = torch.rand(case.num_heads_q, generator=draw.generator).div(16).to(draw.device)
+
+
+def _softcap(case: Case, draw: _Draw) -> None:
+    draw.keywords["softcap"] = 5.0
+
+
+def _sinks(case: Case, draw: _Draw) -> None:
+    draw.keywords["sinks"] = draw.normal((case.num_heads_q,)).to(draw.device)
+
+
+def _dropout(case: Case, draw: _Draw) -> None:
+    draw.keywords["dropout_p"] = 0.2
+
+
+def _deterministic(case: Case, draw: _Draw) -> None:
+    draw.keywords["deterministic"] = True
+
+
+# In this order: what comes later may depend on lengths that came before.
+_FEATURES: dict[str, Callable[[Case, _Draw], None]] = {
+    "plain": lambda case, draw: None,
+    "gqa": lambda case, draw: None,  # in the head counts
+    "unequal_head_dims": lambda case, draw: None,  # in the head dims
+    "varlen": _varlen,
+    "seqused_k": _seqused_k,
+    "causal": _causal,
+    "window": _window,
+    "key_ranges": _key_ranges,
+    "mask": _mask,
+    "bias": _bias,
+    "alibi": _alibi,
+    "softcap": _softcap,
+    "sinks": _sinks,
+    "dropout": _dropout,
+    "deterministic": _deterministic,
+}
+
+
+def _batch(case: Case, draw: _Draw) -> int:
+    starts = draw.keywords.get("cu_seqlens_q")
+    return case.batch if starts is None else len(starts) - 1
+
+
+def _longest(case: Case, draw: _Draw, name: str) -> int:
+    return draw.keywords.get(f"max_seqlen_{name}", getattr(case, f"seqlen_{name}"))
+
+
+def _blind_unseen(k: torch.Tensor, v: torch.Tensor, keywords: dict) -> None:
+    """NaN in keys and values that no row may see: the rest of a cache beyond its length, a key masked everywhere."""
+    starts, used, mask = (keywords.get(name) for name in ("cu_seqlens_k", "seqused_k", "mask"))
+    if used is not None:
+        for number, length in enumerate(used.tolist()):
+            if starts is None:
+                k[number, length:], v[number, length:] = math.nan, math.nan
+            else:
+                begin, end = starts[number : number + 2].tolist()
+                k[begin + length : end], v[begin + length : end] = math.nan, math.nan
+    if mask is not None and starts is None:
+        k[:, -1:], v[:, -1:] = math.nan, math.nan
+
+
+def _call(q: torch.Tensor, k: torch.Tensor, case: Case, keywords: dict, seed: int) -> Call:
+    """The Call that `flashpatch.attention` would make of the keywords, with everything expanded."""
+    varlen = "cu_seqlens_q" in keywords
+    batch = len(keywords["cu_seqlens_q"]) - 1 if varlen else case.batch
+    longest_q = keywords["max_seqlen_q"] if varlen else case.seqlen_q
+    longest_k = keywords["max_seqlen_k"] if varlen else case.seqlen_k
+    left, right = keywords.get("window_size", (-1, -1))
+    if keywords.get("causal"):
+        right = 0
+
+    def expanded(name: str, shape: tuple[int, ...]):
+        value = keywords.get(name)
+        return None if value is None else value.expand(shape)
+
+    grid = (batch, case.num_heads_q, longest_q, longest_k)
+    dropout = keywords.get("dropout_p", 0.0)
+    return Call(
+        softmax_scale=case.problem.head_dim**-0.5,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        window_left=left,
+        window_right=right,
+        softcap=keywords.get("softcap", 0.0),
+        dropout_p=dropout,
+        deterministic=keywords.get("deterministic", False),
+        bias=expanded("bias", grid),
+        mask=expanded("mask", grid),
+        key_ranges=expanded("key_ranges", (batch, longest_q, 2)),
+        alibi_slopes=expanded("alibi_slopes", (batch, case.num_heads_q)),
+        sinks=keywords.get("sinks"),
+        cu_seqlens_q=keywords.get("cu_seqlens_q"),
+        cu_seqlens_k=keywords.get("cu_seqlens_k"),
+        seqused_k=keywords.get("seqused_k"),
+        rng_state=torch.tensor([seed, 4], dtype=torch.int64, device=q.device) if dropout else None,
+    )
+
+
+# ---- one case ----
+
+OUTPUTS = ("out", "logsumexp", "dq", "dk", "dv", "dbias", "dsinks")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One compared tensor: how far the kernel is from the reference, how far PyTorch in the same dtype is, the bound."""
+
+    tensor: str = documented("out, logsumexp, dq, dk, dv, dbias or dsinks")
+    error: float = documented("largest absolute difference between the kernel and the fp64 reference; null if NaN")
+    eager_error: float = documented("the same for PyTorch's own operations in the kernel's dtype")
+    bound: float = documented("what error may be at most: 2 x eager_error (gradients 3 x) + rounding of the dtype")
+    passed: bool = documented("error is within bound")
+    message: str = documented("where the largest difference is, if it is too large")
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What came of one case."""
+
+    case: str = documented("the case's name: dtype, head dims, features, sizes, inputs, layout")
+    seed: int = documented("seed of its inputs")
+    backend: str = documented("gpu: ran on the GPU; emulated: ran in the CPU emulator; compiled: only compiled")
+    cells: list[str] = documented("cells of compat_matrix.yaml this case reaches")
+    configs: dict[str, str] = documented("kernel -> digest of all that is compiled for it")
+    launches: dict[str, int] = documented("kernel -> launches counted")
+    checks: list[Check] = documented("every compared tensor")
+    seconds: float = documented("time the case took, compilation included")
+    error: str = documented("a kernel that failed to compile or run, in its own words; empty otherwise")
+
+    @property
+    def passed(self) -> bool:
+        return not self.error and all(check.passed for check in self.checks)
+
+
+class _Poison(TorchDispatchMode):
+    """Fresh memory holds NaN (integers: their largest value), so that what a kernel forgets to write shows."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in _ALLOCATIONS:
+            result.fill_(math.nan if result.is_floating_point() else torch.iinfo(result.dtype).max)
+        return result
+
+
+_ALLOCATIONS = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+def run_case(case: Case, device: Device, seed: int) -> CaseResult:
+    """Run one case forward and, where the matrix has it, backward, and compare with the reference."""
+    started = time.perf_counter()
+    plans = [plan for plan in plans_of(case.problem, device) if isinstance(plan, Plan)]
+    configs = [config for plan in plans for config in launcher.configs(plan.config)]
+    checks, launches, error = [], Counter(), ""
+    if device.backend == "compiled":
+        error = _compile_all(configs, device)
+    else:
+        before = Counter(launcher.launched)
+        try:
+            checks = _compare(case, device, seed, plans)
+        except (compiler.CompileError, emulator.EmulationError) as failure:
+            error = str(failure)
+        launches = Counter(launcher.launched) - before
+    return CaseResult(
+        case.name,
+        seed,
+        device.backend,
+        sorted(cell for plan in plans for cell in plan.cells),
+        {config.kernel: compiler.digest(config) for config in configs},
+        dict(launches),
+        checks,
+        time.perf_counter() - started,
+        error,
+    )
+
+
+def plans_of(problem: Problem, device: Device) -> tuple[Plan | Decline, Plan | Decline]:
+    """The decision for both directions of a problem."""
+    return planning.resolve(problem, device), planning.resolve(problem.backward(), device)
