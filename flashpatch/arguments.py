@@ -1,0 +1,147 @@
+"""The arguments of `flashpatch.attention`: what contradicts what, said in words before anything is launched."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check(
+    q, k, v, *, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, cu_seqlens_q,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline,
+) -> list[str]:  # fmt: skip
+    """Everything wrong with one call's arguments, each with its value and what is allowed; empty when nothing is."""
+    problems: list[str] = []
+    _check_scalars(problems, window_size, softcap, dropout_p, on_decline)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            problems.append(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
+    if problems:
+        return problems
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    layout = "[total, num_heads, head_dim] (with cu_seqlens)" if varlen else "[batch, seqlen, num_heads, head_dim]"
+    rank = 3 if varlen else 4
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != rank:
+            problems.append(f"{name} has shape {_shape(tensor)}; {layout} is needed")
+        if tensor.dtype not in FLOATING:
+            problems.append(f"{name} has dtype {tensor.dtype}; one of float16, bfloat16, float32, float64 is needed")
+        if tensor.device != q.device:
+            problems.append(f"{name} is on {tensor.device}, q on {q.device}; all must be on one device")
+    if problems:
+        return problems
+    _check_shapes(problems, q, k, v, varlen)
+    if not problems:
+        _check_extras(problems, q, k, bias, mask, key_ranges, alibi_slopes, sinks, varlen)
+        _check_lengths(problems, q, k, varlen, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    return problems
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "[" + ", ".join(map(str, tensor.shape)) + "]"
+
+
+def _check_scalars(problems: list[str], window_size, softcap, dropout_p, on_decline) -> None:
+    if not 0.0 <= dropout_p < 1.0:
+        problems.append(f"dropout_p is {dropout_p}; it must be in [0, 1)")
+    if not 0.0 <= softcap < math.inf:
+        problems.append(f"softcap is {softcap}; it must be finite and positive, or 0 for none")
+    if len(window_size) != 2 or min(window_size) < -1:
+        problems.append(f"window_size is {window_size}; two numbers of keys (left, right) are needed, -1 for unlimited")
+    if on_decline not in ("error", "fallback"):
+        problems.append(f'on_decline is {on_decline!r}; it must be "error" or "fallback"')
+
+
+def _check_shapes(problems: list[str], q, k, v, varlen: bool) -> None:
+    if q.shape[-1] != k.shape[-1]:
+        problems.append(f"q has head_dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
+    if k.shape[:-1] != v.shape[:-1]:
+        problems.append(f"k is {_shape(k)} and v is {_shape(v)}; they may differ in head_dim only")
+    if not varlen and q.shape[0] != k.shape[0]:
+        problems.append(f"q has batch {q.shape[0]} and k has {k.shape[0]}; they must be equal")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_kv == 0 or heads_q % heads_kv:
+        problems.append(f"q has {heads_q} heads and k has {heads_kv}; the first must be a multiple of the second")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        problems.append("head_dim is 0; at least 1 is needed")
+
+
+def _check_extras(problems: list[str], q, k, bias, mask, key_ranges, alibi_slopes, sinks, varlen: bool) -> None:
+    heads = q.shape[-2]
+    if varlen:
+        for name, tensor in (("bias", bias), ("mask", mask), ("key_ranges", key_ranges)):
+            if tensor is not None:
+                problems.append(f"{name} cannot be combined with cu_seqlens; use a padded batch with key_ranges instead")
+    else:
+        target = (q.shape[0], heads, q.shape[1], k.shape[1])
+        for name, tensor in (("bias", bias), ("mask", mask)):
+            if tensor is not None and not _broadcasts(tuple(tensor.shape), target):
+                problems.append(
+                    f"{name} has shape {_shape(tensor)}; it must broadcast to "
+                    f"[batch, num_heads_q, seqlen_q, seqlen_k] = {list(target)}"
+                )
+        if key_ranges is not None and (
+            key_ranges.dim() != 3 or not _broadcasts(tuple(key_ranges.shape), (q.shape[0], q.shape[1], 2))
+            or key_ranges.shape[-1] != 2
+        ):  # fmt: skip
+            problems.append(
+                f"key_ranges has shape {_shape(key_ranges)}; [batch or 1, seqlen_q or 1, 2] = "
+                f"[{q.shape[0]}, {q.shape[1]}, 2] is needed"
+            )
+    if mask is not None and mask.dtype != torch.bool:
+        problems.append(f"mask has dtype {mask.dtype}; bool is needed (True = attend), an additive one goes to bias")
+    if bias is not None and not bias.is_floating_point():
+        problems.append(f"bias has dtype {bias.dtype}; a floating-point one is needed, a boolean one goes to mask")
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        problems.append(f"sinks has shape {_shape(sinks)}; [num_heads_q] = [{heads}] is needed")
+    if alibi_slopes is not None and alibi_slopes.shape[-1:] != (heads,):
+        problems.append(f"alibi_slopes has shape {_shape(alibi_slopes)}; [{heads}] or [batch, {heads}] is needed")
+    for name, tensor in (("bias", bias), ("mask", mask), ("key_ranges", key_ranges), ("alibi_slopes", alibi_slopes),
+                         ("sinks", sinks)):  # fmt: skip
+        if tensor is not None and tensor.device != q.device:
+            problems.append(f"{name} is on {tensor.device}, q on {q.device}; all must be on one device")
+
+
+def _broadcasts(shape: tuple, target: tuple) -> bool:
+    return len(shape) <= len(target) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
+
+
+def _check_lengths(
+    problems: list[str], q, k, varlen: bool, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+) -> None:
+    if varlen:
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            problems.append("cu_seqlens_q and cu_seqlens_k must be given together")
+        if max_seqlen_q is None or max_seqlen_k is None:
+            problems.append("cu_seqlens needs max_seqlen_q and max_seqlen_k, the longest sequence of each, as ints")
+    elif max_seqlen_q is not None or max_seqlen_k is not None:
+        problems.append("max_seqlen_q and max_seqlen_k belong to cu_seqlens_q and cu_seqlens_k, which are missing")
+    batch = None if varlen else q.shape[0]
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
+            problems.append(f"{name} is {tensor.dtype} {_shape(tensor)}; a contiguous int32 vector is needed")
+        elif tensor.device != q.device:
+            problems.append(f"{name} is on {tensor.device}, q on {q.device}; all must be on one device")
+        elif name.startswith("cu_"):
+            sequences = tensor.shape[0] - 1
+            if sequences < 0 or (batch is not None and sequences != batch):
+                problems.append(f"{name} has {sequences + 1} entries; batch + 1 are needed, as in the other cu_seqlens")
+            batch = sequences if batch is None else batch
+            if tensor.device.type == "cpu":
+                _check_offsets(problems, name, tensor, (q if name.endswith("q") else k).shape[0])
+        elif batch is not None and tensor.shape[0] != batch:
+            problems.append(f"seqused_k has {tensor.shape[0]} entries for a batch of {batch}")
+
+
+def _check_offsets(problems: list[str], name: str, offsets: torch.Tensor, total: int) -> None:
+    """What can be seen without waiting for a GPU; kernels clamp the rest."""
+    values = offsets.tolist()
+    if values and (values[0] != 0 or values != sorted(values) or values[-1] > total):
+        problems.append(f"{name} is {values[:8]}...; it must start at 0, never decrease and end at most at {total}")

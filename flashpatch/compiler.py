@@ -1,0 +1,340 @@
+"""From a Config to a loaded CUDA function: sources + constants -> cubin (NVRTC, cached on disk) -> CuPy.
+
+Only this module and `launcher` import CuPy, and only when something is compiled. Nothing here needs a GPU
+except `load`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from .planning import find
+from .problem import Config, Device, Reason
+
+OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel. `reason` is what a Decline says, the text has NVRTC's log."""
+
+    def __init__(self, reason: Reason, log: str = ""):
+        super().__init__(f"{reason.text}\n{log}".strip())
+        self.reason = reason
+
+
+# ---- what is compiled ----
+
+
+def constants(config: Config) -> str:
+    """The Config as C++ constants, put in front of the kernel's source (`head_dim` -> `kHeadDim`)."""
+    lines = [f"constexpr bool kIsBf16 = {str(config.dtype == 'bfloat16').lower()};"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("kernel", "dtype"):
+            continue
+        name = "k" + "".join(part.capitalize() for part in field.name.split("_"))
+        if isinstance(value, bool):
+            lines.append(f"constexpr bool {name} = {str(value).lower()};")
+        else:
+            lines.append(f"constexpr int {name} = {value};")
+    return "\n".join(lines) + "\n"
+
+
+@functools.lru_cache(maxsize=None)
+def headers() -> dict[str, str]:
+    """Every header of cuda_src by name."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(find("cuda_src").glob("*.cuh"))}
+
+
+def source(config: Config) -> str:
+    """The whole translation unit of a Config: its constants, then the kernel file."""
+    return constants(config) + _kernel_text(config.kernel)
+
+
+@functools.lru_cache(maxsize=None)
+def _kernel_text(kernel: str) -> str:
+    return (find("cuda_src") / f"{kernel}.cu").read_text(encoding="utf-8")
+
+
+def arch(config: Config, device: Device) -> str:
+    """NVRTC's -arch for a Config on a device. The Hopper kernels need the architecture-specific feature set."""
+    major, minor = device.capability
+    return f"sm_{major}{minor}" + ("a" if "sm90" in config.kernel else "")
+
+
+@functools.lru_cache(maxsize=None)
+def digest(config: Config) -> str:
+    """What evidence stands for: the Config and all that is compiled for it, comments and blank lines left out."""
+    digest = hashlib.sha256(repr((config, OPTIONS)).encode())
+    reachable = _reachable(_kernel_text(config.kernel))
+    for name, text in [*sorted(reachable.items()), (config.kernel, _kernel_text(config.kernel))]:
+        digest.update(f"\n@{name}\n{_significant(text)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _reachable(text: str) -> dict[str, str]:
+    """The headers a source includes, directly or through others."""
+    found: dict[str, str] = {}
+    queue = [text]
+    while queue:
+        for name in re.findall(r'^\s*#include "([^"]+)"', queue.pop(), re.MULTILINE):
+            if name not in found:
+                found[name] = headers()[name]
+                queue.append(found[name])
+    return found
+
+
+def _significant(text: str) -> str:
+    """Source without comments and blank space at line ends: editing those does not change what is compiled."""
+    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.DOTALL)
+    lines = (re.sub(r"//.*", "", line).rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def name(config: Config) -> str:
+    """A readable file name for a Config: the kernel, its sizes, its features."""
+    flags = "-".join(
+        field.name.removeprefix("has_")
+        for field in dataclasses.fields(config)
+        if isinstance(getattr(config, field.name), bool) and getattr(config, field.name)
+    )
+    sizes = f"{config.dtype}-d{config.head_dim}" + (
+        f"v{config.head_dim_v}" if config.head_dim_v != config.head_dim else ""
+    )
+    tile = f"{config.block_m}x{config.block_n}x{config.num_warps}w{config.num_stages}s"
+    return "-".join(part for part in (config.kernel, sizes, tile, flags) if part)
+
+
+# ---- NVRTC ----
+
+
+@functools.lru_cache(maxsize=1)
+def _nvrtc():
+    """CuPy's binding of NVRTC. Raises CompileError naming what to install."""
+    _make_cupy_importable()
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+    except ImportError as error:
+        raise CompileError(Reason("no_cupy", f"CuPy is not installed ({error}); type: {install_line()}")) from error
+    except Exception as error:
+        raise CompileError(Reason("no_cupy", f"CuPy cannot be imported: {error}")) from error
+    try:
+        nvrtc.getVersion()
+    except Exception as error:
+        raise CompileError(
+            Reason("no_nvrtc", f"NVRTC (libnvrtc) was not found; type: {install_line()}"), str(error)
+        ) from error
+    return nvrtc
+
+
+def _make_cupy_importable() -> None:
+    """CuPy creates its cache folder when imported and fails where HOME cannot be written: give it another one."""
+    if "CUPY_CACHE_DIR" not in os.environ:
+        home = Path.home() / ".cupy"
+        if not os.access(home if home.exists() else home.parent, os.W_OK):
+            os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="flashpatch-cupy-")
+
+
+def install_line() -> str:
+    """What to type to get CuPy and NVRTC for the CUDA that torch was built with."""
+    import torch
+
+    major = (torch.version.cuda or "13").split(".")[0]
+    return f"pip install 'flashpatch[cuda{major if major in ('12', '13') else '13'}]'"
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's version. Raises CompileError where there is none."""
+    return tuple(_nvrtc().getVersion())
+
+
+def available() -> Reason | None:
+    """None if kernels can be compiled here, else why not and what to type."""
+    try:
+        _nvrtc()
+    except CompileError as error:
+        return error.reason
+    return None
+
+
+def compile_cubin(config: Config, arch: str) -> tuple[bytes, str]:
+    """Compile one Config for one architecture, no GPU needed. Returns the cubin and NVRTC's log (registers, spills).
+
+    Raises CompileError with NVRTC's own words.
+    """
+    nvrtc = _nvrtc()
+    texts = headers()
+    program = nvrtc.createProgram(source(config), f"{config.kernel}.cu", tuple(texts.values()), tuple(texts))
+    try:
+        nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS))
+        # CuPy strips the last byte as if it were a C string's end
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    except Exception as error:
+        log = nvrtc.getProgramLog(program) or str(error)
+        version = ".".join(map(str, nvrtc.getVersion()))
+        if "gpu-architecture" in log:
+            why = Reason("nvrtc_arch", f"NVRTC {version} does not know {arch}; type: {install_line()} --upgrade")
+        else:
+            why = Reason("compile_failed", f"NVRTC {version} could not compile {name(config)} for {arch}")
+        raise CompileError(why, log) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+# ---- the cache on disk ----
+
+
+@functools.lru_cache(maxsize=None)
+def cache_dir() -> Path | None:
+    """A folder only this user can read, or None where there is none (then cubins stay in memory)."""
+    configured = os.environ.get("FLASHPATCH_CACHE_DIR")
+    if configured:
+        folder = Path(configured)
+    elif sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA", Path.home())) / "flashpatch"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashpatch"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+            return None  # somebody else's folder: what it holds must not be executed
+        folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return None
+
+
+def cached(file_name: str, make) -> bytes:
+    """The bytes of a cache entry, made by `make()` and stored if it is missing or damaged.
+
+    An entry is a SHA-256 of the content followed by the content, written to a temporary file and renamed, so that
+    readers never see half of one. A full or read-only disk costs the caching, not the result.
+    """
+    folder = cache_dir()
+    path = folder / file_name if folder else None
+    if path is not None:
+        try:
+            entry = path.read_bytes()
+            if entry[:32] == hashlib.sha256(entry[32:]).digest():
+                return entry[32:]
+        except OSError:
+            pass
+    content = make()
+    if path is not None:
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(file.name, path)
+        except OSError:
+            Path(file.name).unlink(missing_ok=True) if "file" in locals() else None
+    return content
+
+
+# ---- on a GPU ----
+
+
+class Kernel:
+    """One cubin loaded on one device."""
+
+    def __init__(self, cubin: bytes, config: Config, device: Device):
+        from cupy.cuda.function import Module
+
+        self.config, self.device = config, device
+        self._module = Module()
+        self._module.load(cubin)
+        self._functions: dict[tuple[str, int], object] = {}
+
+    def function(self, entry: str, shared_memory: int):
+        """The entry as a CuPy Function, its dynamic shared memory limit raised once."""
+        key = (entry, shared_memory)
+        if key not in self._functions:
+            from cupy_backends.cuda.api import driver
+
+            function = self._module.get_function(entry)
+            if shared_memory > 48 * 1024:
+                attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(function.ptr, attribute, shared_memory)
+            self._functions[key] = function
+        return self._functions[key]
+
+
+_kernels: dict[tuple[Config, int], Kernel | CompileError] = {}
+_lock = threading.Lock()
+compile_seconds = 0.0  # spent in NVRTC by this process
+
+
+def load(config: Config, device: Device) -> Kernel:
+    """The loaded kernel of a Config on a device; compiled at most once per process, device and cache.
+
+    Raises CompileError; a failure is remembered, never retried. Must not be called for the first time inside a
+    CUDA graph capture.
+    """
+    key = (config, device.index)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = _load(config, device)
+    if isinstance(kernel, CompileError):
+        raise kernel
+    return kernel
+
+
+def _load(config: Config, device: Device) -> Kernel | CompileError:
+    global compile_seconds
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"flashpatch cannot compile or load {name(config)} while a CUDA graph is being captured; "
+            "run the same call once before capturing"
+        )
+    try:
+        version = nvrtc_version()
+        driver = _driver_version()
+        if driver // 1000 < version[0]:
+            raise CompileError(Reason(
+                "driver", f"NVRTC {version[0]}.{version[1]} is newer than the driver (CUDA {driver // 1000}); "
+                f"update the driver or type: pip install 'flashpatch[cuda{driver // 1000}]'"
+            ))
+        target = arch(config, device)
+        started = time.perf_counter()
+        file_name = f"{name(config)}-{target}-nvrtc{version[0]}.{version[1]}-{digest(config)}.cubin"
+        cubin = cached(file_name, lambda: compile_cubin(config, target)[0])
+        compile_seconds += time.perf_counter() - started
+        with torch.cuda.device(device.index):
+            return Kernel(cubin, config, device)
+    except CompileError as error:
+        return error
+    except Exception as error:
+        return CompileError(Reason("load_failed", f"{name(config)} could not be loaded on {device.name}: {error}"))
+
+
+def _driver_version() -> int:
+    """The CUDA version the driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
+    from cupy_backends.cuda.api import runtime
+
+    return runtime.driverGetVersion()
+
+
+def usage(log: str) -> dict[str, int]:
+    """Registers, spilled bytes and stack bytes per entry, read from NVRTC's log (the largest over entries)."""
+    def largest(pattern: str) -> int:
+        return max((int(n) for n in re.findall(pattern, log)), default=0)
+
+    return {
+        "registers": largest(r"Used (\d+) registers"),
+        "spill_bytes": largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads"),
+        "stack_bytes": largest(r"(\d+) bytes stack frame"),
+    }

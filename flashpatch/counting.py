@@ -1,0 +1,94 @@
+"""What ran: calls, kernel launches and named declines per layer, counted inside the operators' bodies."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from .problem import Plan, Reason
+
+
+@dataclass
+class LayerCounts:
+    """The counters of one attention layer (or of all direct calls)."""
+
+    name: str
+    calls: int = 0
+    recomputes: int = 0  # forwards run again inside a backward (activation checkpointing)
+    launches: Counter = field(default_factory=Counter)  # kernel -> calls that ran on it
+    declines: Counter = field(default_factory=Counter)  # (code, text) -> times
+    copies: int = 0  # inputs copied because kernels cannot read their layout
+    mask_materialised: int = 0
+    statuses: dict[str, str] = field(default_factory=dict)  # kernel -> "verified" or "compiled"
+    backends: dict[str, str] = field(default_factory=dict)  # kernel -> "gpu" or "emulated"
+
+    def launched(self, plan: Plan) -> None:
+        kernel = plan.config.kernel
+        self.launches[kernel] += 1
+        self.statuses[kernel] = plan.status
+        self.backends[kernel] = plan.device.backend
+
+    def reset(self) -> None:
+        self.__init__(self.name)
+
+
+# Layer numbers are plain ints, so that a compiled graph can carry them.
+DIRECT = 0
+layers: list[LayerCounts] = [LayerCounts("flashpatch.attention")]
+_warned: set[tuple[str, str]] = set()
+
+
+def register_layer(name: str) -> int:
+    """A new layer to count under; returns its number."""
+    layers.append(LayerCounts(name))
+    return len(layers) - 1
+
+
+def counts(layer: int) -> LayerCounts:
+    return layers[layer]
+
+
+def reset_counts() -> None:
+    """Set every counter to zero; warnings already given stay given."""
+    for layer in layers:
+        layer.reset()
+
+
+def record_call(counts: LayerCounts) -> None:
+    """Count a forward; one that runs inside a backward is activation checkpointing's recompute."""
+    if torch._C._current_graph_task_id() == -1:
+        counts.calls += 1
+    else:
+        counts.recomputes += 1
+
+
+def record_decline(layer: int, reason: Reason) -> None:
+    """Count a decline under its layer and warn the first time this reason appears in the process."""
+    key = (reason.code, reason.text)
+    layers[layer].declines[key] += 1
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f"flashpatch: {layers[layer].name} runs exactly but without a kernel ({reason.code}: {reason.text}); "
+            "counted in flashpatch.stats(), FLASHPATCH_STRICT=1 makes this an error",
+            stacklevel=2,
+        )
+
+
+def stats() -> dict[str, dict]:
+    """This process so far: calls that ran per kernel, declines per reason, copies, over all layers."""
+    launches, declines = Counter(), Counter()
+    for layer in layers:
+        launches.update(layer.launches)
+        declines.update({f"{code}: {text}": n for (code, text), n in layer.declines.items()})
+    return {
+        "calls": sum(layer.calls for layer in layers),
+        "recomputes": sum(layer.recomputes for layer in layers),
+        "launches": dict(launches),
+        "declines": dict(declines),
+        "copies": sum(layer.copies for layer in layers),
+        "mask_materialised": sum(layer.mask_materialised for layer in layers),
+    }

@@ -1,0 +1,333 @@
+"""What will run: `resolve(problem, device)` answers with a Plan or a Decline, from compat_matrix.yaml alone.
+
+The matrix is data. Nothing above or below this module asks a GPU for its generation.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from .problem import DIRECTIONS, DTYPES, Config, Decline, Device, Plan, Problem, Reason
+
+STATUSES = ("verified", "compiled", "unsupported")
+# Config flag -> features of a Problem that need it compiled in. What is missing here is decided at run time.
+FLAGS = {
+    "has_window": {"causal", "window"},
+    "has_key_ranges": {"key_ranges"},
+    "has_mask": {"mask"},
+    "has_bias": {"bias"},
+    "has_alibi": {"alibi"},
+    "has_softcap": {"softcap"},
+    "has_sinks": {"sinks"},
+    "has_dropout": {"dropout"},
+    "deterministic": {"deterministic"},
+}
+
+
+def find(name: str) -> Path:
+    """A data file of the package, in a wheel (beside this file) or in a checkout (one level up)."""
+    package = Path(__file__).resolve().parent
+    for root in (package, package.parent):
+        if (root / name).exists():
+            return root / name
+    raise FileNotFoundError(f"{name} is missing from this installation of flashpatch; reinstall it")
+
+
+class MatrixError(ValueError):
+    """compat_matrix.yaml contradicts itself: a missing, duplicate or unknown cell."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One compute capability: its name for NVRTC's -arch and its opt-in shared memory per block in bytes."""
+
+    number: tuple[int, int]
+    generation: str
+    shared_memory: int
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One claim of the matrix: this kernel, on this generation, for this dtype, head dim and feature."""
+
+    kernel: str
+    generation: str
+    direction: str
+    dtype: str
+    head_dim: int
+    feature: str
+    status: str
+    note: str = ""
+    evidence: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}/{self.generation}/{self.dtype}/d{self.head_dim}/{self.feature}"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """compat_matrix.yaml, expanded and checked."""
+
+    capabilities: dict[tuple[int, int], Capability]
+    generations: dict[str, str]  # name -> what people call it
+    features: dict[str, str]  # name -> meaning
+    kernels: dict[str, str]  # name -> direction, in order of preference
+    cells: dict[tuple[str, str, str, int, str], Cell]  # (kernel, generation, dtype, head_dim, feature)
+    unsupported: dict[tuple[str, str, str, int, str], str]  # (generation, direction, dtype, head_dim, feature) -> reason
+    excludes: tuple[tuple[frozenset[str], str], ...]
+    head_dims: tuple[int, ...]
+    tiles: dict[str, dict[int, tuple[dict, ...]]]
+
+    def bucket(self, head_dim: int) -> int | None:
+        """The smallest padded head dim that holds `head_dim`."""
+        return next((bucket for bucket in self.head_dims if head_dim <= bucket), None)
+
+    def cell(self, kernel: str, generation: str, dtype: str, head_dim: int, feature: str) -> Cell | None:
+        return self.cells.get((kernel, generation, dtype, head_dim, feature))
+
+
+@functools.lru_cache(maxsize=1)
+def support() -> Matrix:
+    """The matrix of this installation, read once."""
+    return load_matrix(yaml.safe_load(find("compat_matrix.yaml").read_text(encoding="utf-8")))
+
+
+def load_matrix(data: dict) -> Matrix:
+    """Expand the rows of compat_matrix.yaml into cells. Raises MatrixError naming the first contradiction."""
+    capabilities = {}
+    for generation, entry in data["generations"].items():
+        for number, facts in entry["capabilities"].items():
+            major, minor = map(int, str(number).split("."))
+            if (major, minor) in capabilities:
+                raise MatrixError(f"capability {number} is listed twice")
+            capabilities[major, minor] = Capability(
+                (major, minor), generation, facts["shared_memory"], tuple(facts["gpus"])
+            )
+    head_dims = tuple(data["head_dims"])
+    cells: dict[tuple[str, str, str, int, str], Cell] = {}
+    unsupported: dict[tuple[str, str, str, int, str], str] = {}
+    for row in data["rows"]:
+        _expand(row, data, cells, unsupported)
+    supported = {(cell.generation, cell.direction, *key[2:]) for key, cell in cells.items()}
+    for key in itertools.product(data["generations"], DIRECTIONS, DTYPES, head_dims, data["features"]):
+        if key in supported and key in unsupported:
+            raise MatrixError(f"{'/'.join(map(str, key))} is both supported and unsupported")
+        if key not in supported and key not in unsupported:
+            raise MatrixError(f"{'/'.join(map(str, key))} has no cell: add it to a row, or to an unsupported one")
+    return Matrix(
+        capabilities=capabilities,
+        generations={name: entry["title"] for name, entry in data["generations"].items()},
+        features=data["features"],
+        kernels=data["kernels"],
+        cells=cells,
+        unsupported=unsupported,
+        excludes=tuple((frozenset(entry["features"]), entry["reason"]) for entry in data.get("excludes", ())),
+        head_dims=head_dims,
+        tiles={
+            kernel: {head_dim: tuple(tiles) for head_dim, tiles in table.items()}
+            for kernel, table in data["tiles"].items()
+        },
+    )
+
+
+def _expand(row: dict, data: dict, cells: dict, unsupported: dict) -> None:
+    """Add one row's cells. A row names a kernel and a status per generation, or the reason nothing is there."""
+    unknown = set(row) - {"kernel", "status", "evidence", "note", "unsupported", "generations"} - {
+        "directions", "dtypes", "head_dims", "features"
+    }
+    if unknown:
+        raise MatrixError(f"a row has unknown keys: {', '.join(sorted(unknown))}")
+    head_dims = row.get("head_dims", data["head_dims"])
+    features = row.get("features", list(data["features"]))
+    for wanted, known in ((head_dims, data["head_dims"]), (features, data["features"]), (row["dtypes"], DTYPES)):
+        if stray := [item for item in wanted if item not in known]:
+            raise MatrixError(f"a row names {stray[0]!r}, which is not one of {', '.join(map(str, known))}")
+    if "unsupported" in row:
+        for key in itertools.product(
+            row["generations"], row.get("directions", DIRECTIONS), row["dtypes"], head_dims, features
+        ):
+            if key in unsupported:
+                raise MatrixError(f"{'/'.join(map(str, key))} is listed twice")
+            unsupported[key] = row["unsupported"]
+        return
+    kernel = row["kernel"]
+    if kernel not in data["kernels"]:
+        raise MatrixError(f"a row names the kernel {kernel!r}, which is not under kernels")
+    for generation, status in row["status"].items():
+        if status not in STATUSES[:2]:
+            raise MatrixError(f"{kernel} on {generation}: status {status!r} is not one of {', '.join(STATUSES[:2])}")
+        evidence = row.get("evidence", "") if status == "verified" else ""
+        if status == "verified" and not evidence:
+            raise MatrixError(f"{kernel} on {generation} is called verified without naming its evidence")
+        for dtype, head_dim, feature in itertools.product(row["dtypes"], head_dims, features):
+            key = (kernel, generation, dtype, head_dim, feature)
+            if key in cells:
+                raise MatrixError(f"{'/'.join(map(str, key))} is listed twice")
+            cells[key] = Cell(
+                kernel, generation, data["kernels"][kernel], dtype, head_dim, feature, status, row.get("note", ""),
+                evidence,
+            )
+
+
+# ---- devices ----
+
+
+def device_for(capability: tuple[int, int], name: str = "", **facts) -> Device:
+    """The Device of a compute capability. An unknown newer one takes its family's nearest, and its name says so."""
+    matrix = support()
+    known = matrix.capabilities.get(capability)
+    if known is None:
+        older = [number for number in matrix.capabilities if number <= capability]
+        number = max(older) if older else min(matrix.capabilities)
+        known = matrix.capabilities[number]
+        label = f"unknown capability {capability[0]}.{capability[1]}"
+        suffix = f"planned as {known.generation}" if older else "older than every generation flashpatch knows"
+        name = f"{name or 'GPU'} ({label}, {suffix})"
+    facts.setdefault("shared_memory", known.shared_memory)
+    return Device(name or known.gpus[0], known.generation, capability, **facts)
+
+
+def gpu(name: str) -> Device:
+    """A GPU by name ("h200", "RTX 4090"), capability ("9.0", "sm_90") or generation ("hopper"), without owning one.
+
+    Raises ValueError listing the known names.
+    """
+    matrix = support()
+    wanted = _plain(name)
+    for number, capability in matrix.capabilities.items():
+        names = {_plain(known): known for known in capability.gpus}
+        spellings = {f"{number[0]}.{number[1]}", f"{number[0]}{number[1]}"}
+        if wanted in names:
+            return device_for(number, names[wanted])
+        if wanted.removeprefix("sm") in spellings or wanted == _plain(capability.generation):
+            return device_for(number, capability.gpus[0])
+    known = ", ".join(gpu for capability in matrix.capabilities.values() for gpu in capability.gpus)
+    raise ValueError(f"unknown GPU {name!r}; known: {known}; or a compute capability such as 9.0")
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum() or c == ".").replace("nvidia", "").replace("geforce", "")
+
+
+# ---- the decision ----
+
+
+def resolve(problem: Problem, device: Device) -> Plan | Decline:
+    """The kernel that runs `problem` on `device`, or every reason why none does."""
+    matrix = support()
+    reasons, buckets = _head_dim_reasons(problem, matrix)
+    if not reasons:
+        wanted = sorted(problem.features | {"plain"})
+        candidates = [name for name, direction in matrix.kernels.items() if direction == problem.direction]
+        for kernel in candidates:
+            cells = [matrix.cell(kernel, device.generation, problem.dtype, max(buckets), f) for f in wanted]
+            if all(cells) and not _excluded(problem, matrix):
+                config = _config(problem, device, kernel, buckets, matrix)
+                if config:
+                    verified = all(cell.status == "verified" for cell in cells)
+                    notes = dict.fromkeys(cell.note for cell in cells if cell.note)
+                    return Plan(
+                        problem, device, config, "verified" if verified else "compiled", "; ".join(notes),
+                        tuple(cell.name for cell in cells),
+                    )
+                reasons = [_shared_memory_reason(problem, device)]
+        reasons = reasons or _feature_reasons(problem, device, wanted, max(buckets), matrix)
+    return Decline(problem, tuple(dict.fromkeys(reasons)), _nearest(problem, device, matrix))
+
+
+def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], tuple[int, int]]:
+    reasons, buckets = [], []
+    for label, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        bucket = matrix.bucket(size)
+        if size % 8 or size == 0:
+            reasons.append(Reason("head_dim", f"{label} {size} is not a multiple of 8"))
+        elif bucket is None:
+            reasons.append(Reason("head_dim", f"{label} {size} is above {max(matrix.head_dims)}, the largest compiled"))
+        buckets.append(bucket or 0)
+    return reasons, (buckets[0], buckets[1])
+
+
+def _excluded(problem: Problem, matrix: Matrix) -> list[Reason]:
+    return [Reason("excluded", why) for pair, why in matrix.excludes if pair <= problem.features]
+
+
+def _feature_reasons(problem: Problem, device: Device, wanted, bucket: int, matrix: Matrix) -> list[Reason]:
+    reasons = _excluded(problem, matrix)
+    for feature in wanted:
+        key = (device.generation, problem.direction, problem.dtype, bucket, feature)
+        if key in matrix.unsupported:
+            reasons.append(Reason(_code(matrix, key), matrix.unsupported[key]))
+    if not reasons:
+        reasons.append(Reason("features", f"no single kernel has {' + '.join(wanted)} together"))
+    return reasons
+
+
+def _code(matrix: Matrix, key: tuple) -> str:
+    """The stable code of an unsupported cell: the first axis along which nothing is supported."""
+    generation, direction, dtype, head_dim, feature = key
+    here = [c for c in matrix.cells.values() if c.generation == generation and c.direction == direction]
+    if not here:
+        return "generation"
+    here = [c for c in here if c.dtype == dtype]
+    if not here:
+        return "dtype"
+    here = [c for c in here if c.head_dim == head_dim]
+    return feature if here else "head_dim"
+
+
+def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
+    """The closest request that does run on a kernel here, in words; empty where there is none."""
+    here = [
+        c for c in matrix.cells.values()
+        if c.generation == device.generation and c.direction == problem.direction and c.feature == "plain"
+    ]
+    if not here:
+        return ""
+    dtypes = sorted({c.dtype for c in here})
+    dtype = problem.dtype if problem.dtype in dtypes else ("bfloat16" if "bfloat16" in dtypes else dtypes[0])
+    dims = sorted({c.head_dim for c in here if c.dtype == dtype})
+    size = max(problem.head_dim, problem.head_dim_v)
+    padded = -(-size // 8) * 8
+    head_dim = padded if padded and padded <= dims[-1] else dims[-1]
+    features = [f for f in sorted(problem.features) if any(
+        c.feature == f and c.generation == device.generation and c.direction == problem.direction and c.dtype == dtype
+        for c in matrix.cells.values()
+    )]
+    return f"{dtype}, head_dim {head_dim}" + (f", {' + '.join(features)}" if features else "")
+
+
+def _shared_memory_reason(problem: Problem, device: Device) -> Reason:
+    return Reason(
+        "shared_memory",
+        f"head_dim {problem.head_dim} needs more shared memory per block than the {device.shared_memory} bytes of {device.name}",
+    )
+
+
+def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matrix) -> Config | None:
+    """The first tile of the kernel's table that fits the device's shared memory."""
+    flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
+    for tile in matrix.tiles[kernel][max(buckets)]:
+        sizes = {key: value for key, value in tile.items() if key not in ("why", "features")}
+        if not set(tile.get("features", problem.features)) <= problem.features:
+            continue
+        config = Config(kernel=kernel, dtype=problem.dtype, head_dim=buckets[0], head_dim_v=buckets[1], **sizes, **flags)
+        if shared_memory(config) <= device.shared_memory:
+            return config
+    return None
+
+
+def shared_memory(config: Config) -> int:
+    """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
+    m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
+    if config.kernel == "forward_sm80":
+        return 2 * (m * d + stages * n * (d + dv))
+    if config.kernel == "backward_sm80":
+        return 2 * (stages * m * (d + dv) + n * (d + dv) + 2 * m * n)
+    return 0
