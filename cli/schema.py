@@ -18,12 +18,8 @@ def json_schema(report: type) -> dict:
 
 
 def _object(kind: type) -> dict:
-    hints = typing.get_type_hints(kind)
-    properties = {}
-    for field in dataclasses.fields(kind):
-        properties[field.name] = _value(hints[field.name])
-        if field.metadata.get("doc"):
-            properties[field.name]["description"] = field.metadata["doc"]
+    hints = typing.get_type_hints(kind, include_extras=True)
+    properties = {field.name: _value(hints[field.name]) for field in dataclasses.fields(kind)}
     return {
         "type": "object",
         "description": (kind.__doc__ or "").strip(),
@@ -37,6 +33,8 @@ def _value(hint) -> dict:
     if dataclasses.is_dataclass(hint):
         return _object(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return {**_value(arguments[0]), "description": arguments[1]}
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_value(argument) for argument in arguments]}
     if origin is typing.Literal:

@@ -6,31 +6,29 @@ nothing verified. Both return dataclasses; printing is the command line's job.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import datetime
 import itertools
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compiler, emulator, launcher, planning, reference, tolerance
+from . import compiler, emulator, launcher, ops, planning, reference, tolerance
 from .call import Call
 from .problem import Config, Decline, Device, Plan, Problem
 
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-
-
-def documented(text: str, **options):
-    """A dataclass field whose meaning goes into the JSON Schema of `--json`."""
-    return field(metadata={"doc": text}, **options)
 
 
 # ---- cases ----
@@ -155,7 +153,7 @@ def make_inputs(case: Case, device: torch.device | str, seed: int) -> Inputs:
     features = case.problem.features
     unknown = features - set(_FEATURES)
     if unknown:
-        raise ValueError(f"no inputs are known for the feature {sorted(unknown)[0]!r}; add it to verification._FEATURES")
+        raise ValueError(f"no inputs for the feature {sorted(unknown)[0]!r}; add it to verification._FEATURES")
     draw = _Draw(case, device, seed)
     for name in _FEATURES:  # in a fixed order, so that adding one feature does not change the other's numbers
         if name in features:
@@ -361,29 +359,29 @@ OUTPUTS = ("out", "logsumexp", "dq", "dk", "dv", "dbias", "dsinks")
 
 @dataclass(frozen=True)
 class Check:
-    """One compared tensor: how far the kernel is from the reference, how far PyTorch in the same dtype is, the bound."""
+    """One compared tensor: how far from the reference the kernel is, how far PyTorch in the same dtype, the bound."""
 
-    tensor: str = documented("out, logsumexp, dq, dk, dv, dbias or dsinks")
-    error: float = documented("largest absolute difference between the kernel and the fp64 reference; null if NaN")
-    eager_error: float = documented("the same for PyTorch's own operations in the kernel's dtype")
-    bound: float = documented("what error may be at most: 2 x eager_error (gradients 3 x) + rounding of the dtype")
-    passed: bool = documented("error is within bound")
-    message: str = documented("where the largest difference is, if it is too large")
+    tensor: Annotated[str, "out, logsumexp, dq, dk, dv, dbias or dsinks"]
+    error: Annotated[float, "largest absolute difference between the kernel and the fp64 reference; null if NaN"]
+    eager_error: Annotated[float, "the same for PyTorch's own operations in the kernel's dtype"]
+    bound: Annotated[float, "what error may be at most: 2 x eager_error (gradients 3 x) + rounding of the dtype"]
+    passed: Annotated[bool, "error is within bound"]
+    message: Annotated[str, "where the largest difference is, if it is too large"]
 
 
 @dataclass(frozen=True)
 class CaseResult:
     """What came of one case."""
 
-    case: str = documented("the case's name: dtype, head dims, features, sizes, inputs, layout")
-    seed: int = documented("seed of its inputs")
-    backend: str = documented("gpu: ran on the GPU; emulated: ran in the CPU emulator; compiled: only compiled")
-    cells: list[str] = documented("cells of compat_matrix.yaml this case reaches")
-    configs: dict[str, str] = documented("kernel -> digest of all that is compiled for it")
-    launches: dict[str, int] = documented("kernel -> launches counted")
-    checks: list[Check] = documented("every compared tensor")
-    seconds: float = documented("time the case took, compilation included")
-    error: str = documented("a kernel that failed to compile or run, in its own words; empty otherwise")
+    case: Annotated[str, "the case's name: dtype, head dims, features, sizes, inputs, layout"]
+    seed: Annotated[int, "seed of its inputs"]
+    backend: Annotated[str, "gpu: ran on the GPU; emulated: ran in the CPU emulator; compiled: only compiled"]
+    cells: Annotated[list[str], "cells of compat_matrix.yaml this case reaches"]
+    configs: Annotated[dict[str, str], "kernel -> digest of all that is compiled for it"]
+    launches: Annotated[dict[str, int], "kernel -> launches counted"]
+    checks: Annotated[list[Check], "every compared tensor"]
+    seconds: Annotated[float, "time the case took, compilation included"]
+    error: Annotated[str, "a kernel that failed to compile or run, in its own words; empty otherwise"]
 
     @property
     def passed(self) -> bool:
@@ -440,3 +438,391 @@ def run_case(case: Case, device: Device, seed: int) -> CaseResult:
 def plans_of(problem: Problem, device: Device) -> tuple[Plan | Decline, Plan | Decline]:
     """The decision for both directions of a problem."""
     return planning.resolve(problem, device), planning.resolve(problem.backward(), device)
+
+
+def _compare(case: Case, device: Device, seed: int, plans: list[Plan]) -> list[Check]:
+    torch_device = torch.device("cuda", device.index) if device.backend == "gpu" else torch.device("cpu")
+    inputs = make_inputs(case, torch_device, seed)
+    directions = {plan.problem.direction: plan for plan in plans}
+    actual = dict.fromkeys(OUTPUTS)
+    with _Poison():
+        out, logsumexp, _ = launcher.forward(directions["forward"], inputs.q, inputs.k, inputs.v, inputs.call)
+        actual["out"], actual["logsumexp"] = out, logsumexp
+        if "backward" in directions:
+            arguments = (inputs.dout, inputs.dlogsumexp, inputs.q, inputs.k, inputs.v, out, logsumexp, inputs.call)
+            gradients = launcher.backward(directions["backward"], *arguments)
+            actual.update(zip(OUTPUTS[2:], gradients, strict=False))
+            again = launcher.backward(directions["backward"], *arguments) if inputs.call.deterministic else gradients
+    expected, eager = (_expected(case, inputs, upcast, "backward" in directions) for upcast in (True, False))
+    checks = [_check(name, actual[name], eager[name], expected[name]) for name in OUTPUTS if actual[name] is not None]
+    for name, first, second in zip(OUTPUTS[2:], gradients, again, strict=False) if "backward" in directions else ():
+        if first is not None and not _bit_equal(first, second):
+            message = f"{name} differs between two runs of the same deterministic backward"
+            checks.append(Check(name, math.nan, 0.0, 0.0, False, message))
+    return checks
+
+
+def _check(name: str, actual, eager, expected) -> Check:
+    factor = tolerance.FORWARD_FACTOR if name in ("out", "logsumexp") else tolerance.GRADIENT_FACTOR
+    outcome = tolerance.compare(actual, eager, expected, factor=factor)
+    eager_error = tolerance.compare(eager, eager, expected, factor=factor).error
+    message = "" if outcome.ok else outcome.message(name)
+    return Check(name, outcome.error, eager_error, outcome.bound, outcome.ok, message)
+
+
+def _bit_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+def _expected(case: Case, inputs: Inputs, upcast: bool, backward: bool) -> dict[str, torch.Tensor]:
+    """The reference's outputs and gradients, in fp64 or as eager PyTorch in the inputs' dtype."""
+    # what no row sees does not matter to the definition, so the reference need not bear NaN there
+    names = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **{n: inputs.keywords.get(n) for n in ("bias", "sinks")}}
+    leaves = {
+        name: (tensor.double() if upcast else tensor).nan_to_num(0.0).detach().requires_grad_(backward)
+        for name, tensor in names.items()
+        if tensor is not None
+    }
+    keywords = {**inputs.keywords, **leaves}
+    for name in ("max_seqlen_q", "max_seqlen_k", "deterministic"):
+        keywords.pop(name, None)
+    if inputs.call.dropout_p:
+        shape = (_sequences(inputs, case), case.num_heads_q, inputs.call.max_seqlen_q, inputs.call.max_seqlen_k)
+        keep = reference.dropout_keep(inputs.call.rng_state.tolist(), inputs.call.dropout_p, *shape)
+        keywords["keep"] = keep.to(inputs.q.device)
+    out, logsumexp = reference.attention(**keywords, upcast=upcast)
+    found = {"out": out.detach(), "logsumexp": logsumexp.detach()}
+    if backward:
+        # an empty row's logsumexp is -inf, a constant
+        dlogsumexp = inputs.dlogsumexp.to(logsumexp.dtype).masked_fill(logsumexp.isinf(), 0.0)
+        outputs, incoming = [out, logsumexp], [inputs.dout.to(out.dtype), dlogsumexp]
+        kept = [(o, g) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
+        gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        if kept:
+            computed = torch.autograd.grad(*zip(*kept, strict=True), list(leaves.values()), allow_unused=True)
+            gradients = [g if c is None else c for c, g in zip(computed, gradients, strict=True)]
+        found.update({f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)})
+    return found
+
+
+def _sequences(inputs: Inputs, case: Case) -> int:
+    return case.batch if inputs.call.cu_seqlens_q is None else len(inputs.call.cu_seqlens_q) - 1
+
+
+def _compile_all(configs: list[Config], device: Device) -> str:
+    """Compile without running; the first failure in the compiler's words, or nothing."""
+    for config in configs:
+        try:
+            compiler.compile_cubin(config, compiler.arch(config, device))
+        except compiler.CompileError as failure:
+            return str(failure)
+    return ""
+
+
+# ---- every kernel ----
+
+
+class NothingToRunOn(RuntimeError):
+    """The machine can neither run nor emulate nor compile a kernel; the text has the line to type."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One claim of the matrix and what was found."""
+
+    cell: Annotated[str, "kernel/generation/dtype/head dim/feature, as in compat_matrix.yaml"]
+    direction: Annotated[str, "forward or backward"]
+    dtype: Annotated[str, "dtype of q, k, v"]
+    head_dim: Annotated[int, "padded head dim"]
+    feature: Annotated[str, "the feature claimed; plain: none beyond attention itself"]
+    status: Annotated[str, "the matrix's word: verified or compiled"]
+    verdict: Annotated[str, "passed, failed, compiled (built, not run) or not_run"]
+    backend: Annotated[str, "gpu, emulated or compiled"]
+    cases: Annotated[list[str], "cases that reach this cell"]
+    launches: Annotated[int, "launches of the cell's kernel in those cases"]
+    digests: Annotated[list[str], "digests of what was compiled for the cell's kernel"]
+    tensor: Annotated[str, "the compared tensor closest to its bound, or beyond it"]
+    error: Annotated[float | None, "that tensor's error"]
+    eager_error: Annotated[float | None, "PyTorch's own error in the same dtype there"]
+    bound: Annotated[float | None, "what the error may be"]
+    seconds: Annotated[float, "time of the cases that reach this cell"]
+    reason: Annotated[str, "why it failed or was not run"]
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """`flashpatch verify`: every claimed cell, and every case that was run for it."""
+
+    device: Annotated[str, "what the kernels ran on"]
+    generation: Annotated[str, "its generation in compat_matrix.yaml"]
+    backend: Annotated[str, "gpu, emulated or compiled"]
+    statement: Annotated[str, "what was and was not done, in a sentence"]
+    quick: Annotated[bool, "only the most used head dims and one size each"]
+    cells: Annotated[list[CellResult], "one entry per claimed cell"]
+    cases: Annotated[list[CaseResult], "one entry per case"]
+    seconds: Annotated[float, "wall time"]
+
+    def count(self, verdict: str) -> int:
+        return sum(cell.verdict == verdict for cell in self.cells)
+
+
+def device_here(wanted: str | None = None, emulate: bool = False) -> Device:
+    """What kernels can run on here: the GPU, else the CPU emulator, else nothing but the compiler.
+
+    `wanted` is a torch device. Raises NothingToRunOn with what is missing and what to type.
+    """
+    asked = torch.device(wanted or ("cuda" if torch.cuda.is_available() and torch.version.cuda else "cpu"))
+    if asked.type == "cuda" and not emulate:
+        index = asked.index if asked.index is not None else (torch.cuda.current_device() if _has_cuda() else 0)
+        if not _has_cuda() or index >= torch.cuda.device_count():
+            raise NothingToRunOn(f"torch sees no GPU {asked}; leave out --device, or see `flashpatch audit`")
+        found = ops.device_of(torch.device("cuda", index))
+        if reason := launcher.unavailable("gpu"):
+            raise NothingToRunOn(f"{found.name}: {reason.text}")
+        return found
+    if (no_emulator := emulator.available()) is None:
+        return planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
+    if emulate:
+        raise NothingToRunOn(no_emulator.text)
+    if no_compiler := compiler.available():
+        raise NothingToRunOn(f"there is no GPU; {no_emulator.text}; {no_compiler.text}")
+    return planning.device_for((8, 0), "no GPU (compiled for Ampere)", backend="compiled")
+
+
+def _has_cuda() -> bool:
+    return bool(torch.version.cuda) and torch.cuda.is_available()
+
+
+STATEMENTS = {
+    "gpu": "Ran on the GPU.",
+    "emulated": "There is no GPU in this run: the kernels' own sources ran in the CPU emulator, at small sizes. "
+    "That shows their arithmetic, masks, bounds and barriers, not speed and not the GPU's memory model.",
+    "compiled": "There is no GPU and no C++ compiler here: the kernels were compiled by NVRTC and not run. "
+    "Nothing is verified by that.",
+}
+
+
+def verify_kernels(
+    device: Device | None = None,
+    *,
+    quick: bool = False,
+    dtype: str | None = None,
+    seed: int = 0,
+    advance: Callable = lambda done, total, text: None,
+) -> KernelReport:
+    """Run every cell the matrix claims for a device, forward and backward, against the fp64 reference."""
+    started = time.perf_counter()
+    device = device or device_here()
+    wanted = [case for case in cases(device, quick) if dtype in (None, case.problem.dtype)]
+    _build(wanted, device, advance)
+    results = []
+    for number, case in enumerate(wanted):
+        advance(number, len(wanted), case.name)
+        results.append(run_case(case, device, seed + number))
+    advance(len(wanted), len(wanted), "")
+    reached: dict[str, list[CaseResult]] = {}
+    for result in results:
+        for cell in result.cells:
+            reached.setdefault(cell, []).append(result)
+    cells = [
+        _cell_result(cell, reached.get(cell.name, []), device, quick)
+        for cell in claimed(device).values()
+        if dtype in (None, cell.dtype)
+    ]
+    seconds = time.perf_counter() - started
+    statement = STATEMENTS[device.backend]
+    return KernelReport(
+        device.name, device.generation, device.backend, statement, quick, cells, results, seconds
+    )
+
+
+def _build(wanted: list[Case], device: Device, advance: Callable) -> None:
+    """Build what the cases need before they run, several at a time. A failed build is reported by its case."""
+    if device.backend == "compiled":
+        return
+    plans = [plan for case in wanted for plan in plans_of(case.problem, device) if isinstance(plan, Plan)]
+    configs = list(dict.fromkeys(config for plan in plans for config in launcher.configs(plan.config)))
+
+    def build(config: Config) -> None:
+        with contextlib.suppress(compiler.CompileError, emulator.EmulationError):
+            emulator.load(config) if device.backend == "emulated" else compiler.load(config, device)
+
+    with ThreadPoolExecutor(max(2, min(os.cpu_count() or 2, 16))) as pool:
+        for number, _ in enumerate(pool.map(build, configs)):
+            advance(number, len(configs), "building")
+
+
+def _cell_result(cell: planning.Cell, results: list[CaseResult], device: Device, quick: bool) -> CellResult:
+    forward = cell.direction == "forward"
+    checks = [
+        check
+        for result in results
+        for check in result.checks
+        if (check.tensor in ("out", "logsumexp")) == forward
+    ]
+    failed = [check for check in checks if not check.passed]
+    errors = [f"{result.case}: {result.error}" for result in results if result.error]
+    launches = sum(result.launches.get(cell.kernel, 0) for result in results)
+    worst = max(failed or checks, key=lambda check: _strain(check), default=None)
+    if errors or failed:
+        culprit = next((result.case for result in results if worst in result.checks), "")
+        verdict, reason = "failed", errors[0] if errors else f"{culprit}: {worst.message}"
+    elif device.backend == "compiled" and results:
+        verdict, reason = "compiled", "built by NVRTC, not run"
+    elif launches:
+        verdict, reason = "passed", ""
+    elif results:
+        verdict, reason = "not_run", "no launch was counted"
+    else:
+        verdict, reason = "not_run", _why_unreached(cell, device, quick)
+    return CellResult(
+        cell.name, cell.direction, cell.dtype, cell.head_dim, cell.feature, cell.status, verdict, device.backend,
+        [result.case for result in results], launches,
+        sorted({result.configs[cell.kernel] for result in results if cell.kernel in result.configs}),
+        worst.tensor if worst else "", worst.error if worst else None, worst.eager_error if worst else None,
+        worst.bound if worst else None, sum(result.seconds for result in results), reason,
+    )  # fmt: skip
+
+
+def _strain(check: Check) -> float:
+    if math.isnan(check.error):
+        return math.inf
+    return check.error / check.bound if check.bound else check.error
+
+
+def _why_unreached(cell: planning.Cell, device: Device, quick: bool) -> str:
+    features = frozenset() if cell.feature == "plain" else frozenset([cell.feature])
+    decision = planning.resolve(Problem(cell.direction, cell.dtype, cell.head_dim, cell.head_dim, features), device)
+    if isinstance(decision, Decline):
+        return str(decision)
+    return "left out by --quick" if quick else "no case reaches it: another kernel is preferred"
+
+
+# ---- evidence ----
+
+
+def evidence_folder() -> Path:
+    """Where evidence lives in a checkout. Raises FileNotFoundError in an installed package, which has none."""
+    root = planning.find("compat_matrix.yaml").parent
+    folder = root / "tests"
+    if not folder.is_dir():
+        raise FileNotFoundError("evidence belongs to a checkout (tests/evidence); flashpatch is installed as a wheel here")
+    return folder / "evidence"
+
+
+def record(report: KernelReport, device: Device, environment: dict, folder: Path) -> Path:
+    """Write what a GPU run showed as evidence: per passed cell the case, its problem, seed, errors and digest."""
+    if report.backend != "gpu":
+        raise ValueError(f"evidence comes from a GPU; this run was {report.backend}")
+    by_name = {case.name: case for case in cases(device, report.quick)}
+    ran = {result.case: result for result in report.cases}
+    cells = {}
+    for cell in report.cells:
+        if cell.verdict != "passed":
+            continue
+        kernel = cell.cell.split("/")[0]
+        entries = []
+        seen = set()
+        for name in cell.cases:
+            digest = ran[name].configs[kernel]
+            if digest in seen:
+                continue
+            seen.add(digest)
+            problem = by_name[name].problem
+            worst = max(ran[name].checks, key=_strain)
+            entries.append({
+                "case": name,
+                "seed": ran[name].seed,
+                "head_dim": problem.head_dim,
+                "head_dim_v": problem.head_dim_v,
+                "features": sorted(problem.features),
+                "digest": digest,
+                "tensor": worst.tensor,
+                "error": worst.error,
+                "eager_error": worst.eager_error,
+                "bound": worst.bound,
+            })  # fmt: skip
+        cells[cell.cell] = entries
+    content = {
+        "gpu": device.name,
+        "capability": list(device.capability),
+        "shared_memory": device.shared_memory,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **environment,
+        "cells": cells,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{evidence_name(device)}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def evidence_name(device: Device) -> str:
+    """The file name of a GPU's evidence: "NVIDIA H200" -> "h200"."""
+    words = device.name.lower().replace("nvidia", "").replace("geforce", "").split()
+    return "-".join(words) or device.generation
+
+
+def stale_cells(matrix: planning.Matrix, folder: Path) -> dict[str, str]:
+    """Verified cells whose evidence is missing or is about other code, each with the reason."""
+    stale = {}
+    for cell in matrix.cells.values():
+        if cell.status == "verified" and (reason := _evidence_fault(cell, folder)):
+            stale[cell.name] = reason
+    return stale
+
+
+def _evidence_fault(cell: planning.Cell, folder: Path) -> str:
+    path = folder / Path(cell.evidence).name
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"{cell.evidence} is missing or unreadable"
+    entries = content["cells"].get(cell.name)
+    if not entries:
+        return f"{cell.evidence} has no entry for it"
+    device = planning.device_for(tuple(content["capability"]), content["gpu"], shared_memory=content["shared_memory"])
+    for entry in entries:
+        problem = Problem(
+            cell.direction, cell.dtype, entry["head_dim"], entry["head_dim_v"], frozenset(entry["features"])
+        )
+        decision = planning.resolve(problem, device)
+        if isinstance(decision, Decline) or decision.config.kernel != cell.kernel:
+            return f"{entry['case']} no longer runs on {cell.kernel}"
+        if compiler.digest(decision.config) != entry["digest"]:
+            return f"what is compiled for {entry['case']} has changed since"
+    return ""
+
+
+def demote(text: str, stale: Iterable[str]) -> tuple[str, list[str]]:
+    """compat_matrix.yaml with the rows of stale cells set to compiled, everything else as it was.
+
+    The smallest unit that can be demoted is a row's status on one generation (rows that share a status by an
+    anchor share the change). Returns the new text and what was changed.
+    """
+    stale = [name.split("/") for name in stale]
+    data = yaml.safe_load(text)
+    root = yaml.compose(text)
+    rows = next(value for key, value in root.value if key.value == "rows").value
+    edits = {}
+    for row, node in zip(data["rows"], rows, strict=True):
+        if "kernel" not in row:
+            continue
+        status = next(value for key, value in node.value if key.value == "status")
+        head_dims = row.get("head_dims", data["head_dims"])
+        features = row.get("features", list(data["features"]))
+        for generation, value in status.value:
+            hit = any(
+                kernel == row["kernel"]
+                and where == generation.value
+                and dtype in row["dtypes"]
+                and int(head_dim.removeprefix("d")) in head_dims
+                and feature in features
+                for kernel, where, dtype, head_dim, feature in stale
+            )
+            if hit and value.value == "verified":
+                place = (value.start_mark.index, value.end_mark.index)
+                edits[place] = f"{row['kernel']} on {generation.value}: verified -> compiled"
+    for start, end in sorted(edits, reverse=True):
+        text = text[:start] + "compiled" + text[end:]
+    return text, list(edits.values())

@@ -15,7 +15,8 @@ KERNELS = ROOT / "cuda_src"
 
 # Lowest first. A module imports from layers below its own, never from its own or from above.
 LAYERS = [
-    {"problem", "call", "tolerance"},
+    {"problem", "call", "tolerance", "arguments"},
+    {"counting"},
     {"reference"},
     {"masks"},
     {"planning"},
@@ -159,7 +160,7 @@ FORBIDDEN = {
     "an include that is not one of ours": r"^\s*#\s*include\s*<",
     "shared memory by name": r"\b__shared__\b",
     "a thread index": r"\b(?:threadIdx|blockIdx|blockDim|gridDim)\b",
-    "a CUDA intrinsic": r"\b__(?!launch_bounds__|restrict__|global__|device__|forceinline__|grid_constant__|noinline__)\w+",
+    "a CUDA intrinsic": r"\b__(?!(?:launch_bounds|restrict|global|device|forceinline|grid_constant|noinline)__)\w+",
     "a raw dereference": r"(?:^|[=(,;{}!<>+\-/%&|?:]|\breturn)\s*\*\s*(?:\(|[A-Za-z_])",
     "a pointer arrow": r"->",
 }
