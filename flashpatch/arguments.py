@@ -74,7 +74,7 @@ def _check_extras(problems: list[str], q, k, bias, mask, key_ranges, alibi_slope
     if varlen:
         for name, tensor in (("bias", bias), ("mask", mask), ("key_ranges", key_ranges)):
             if tensor is not None:
-                problems.append(f"{name} cannot be combined with cu_seqlens; use a padded batch with key_ranges instead")
+                problems.append(f"{name} cannot be combined with cu_seqlens; use a padded batch with key_ranges")
     else:
         target = (q.shape[0], heads, q.shape[1], k.shape[1])
         for name, tensor in (("bias", bias), ("mask", mask)):

@@ -49,7 +49,7 @@ def constants(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def headers() -> dict[str, str]:
     """Every header of cuda_src by name."""
     return {path.name: path.read_text(encoding="utf-8") for path in sorted(find("cuda_src").glob("*.cuh"))}
@@ -60,7 +60,7 @@ def source(config: Config) -> str:
     return constants(config) + _kernel_text(config.kernel)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel_text(kernel: str) -> str:
     return (find("cuda_src") / f"{kernel}.cu").read_text(encoding="utf-8")
 
@@ -71,7 +71,7 @@ def arch(config: Config, device: Device) -> str:
     return f"sm_{major}{minor}" + ("a" if "sm90" in config.kernel else "")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def digest(config: Config) -> str:
     """What evidence stands for: the Config and all that is compiled for it, comments and blank lines left out."""
     digest = hashlib.sha256(repr((config, OPTIONS)).encode())
@@ -193,7 +193,7 @@ def compile_cubin(config: Config, arch: str) -> tuple[bytes, str]:
 # ---- the cache on disk ----
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cache_dir() -> Path | None:
     """A folder only this user can read, or None where there is none (then cubins stay in memory)."""
     configured = os.environ.get("FLASHPATCH_CACHE_DIR")
@@ -304,10 +304,13 @@ def _load(config: Config, device: Device) -> Kernel | CompileError:
         version = nvrtc_version()
         driver = _driver_version()
         if driver // 1000 < version[0]:
-            raise CompileError(Reason(
-                "driver", f"NVRTC {version[0]}.{version[1]} is newer than the driver (CUDA {driver // 1000}); "
-                f"update the driver or type: pip install 'flashpatch[cuda{driver // 1000}]'"
-            ))
+            raise CompileError(
+                Reason(
+                    "driver",
+                    f"NVRTC {version[0]}.{version[1]} is newer than the driver (CUDA {driver // 1000}); "
+                    f"update the driver or type: pip install 'flashpatch[cuda{driver // 1000}]'",
+                )
+            )
         target = arch(config, device)
         started = time.perf_counter()
         file_name = f"{name(config)}-{target}-nvrtc{version[0]}.{version[1]}-{digest(config)}.cubin"
@@ -330,6 +333,7 @@ def _driver_version() -> int:
 
 def usage(log: str) -> dict[str, int]:
     """Registers, spilled bytes and stack bytes per entry, read from NVRTC's log (the largest over entries)."""
+
     def largest(pattern: str) -> int:
         return max((int(n) for n in re.findall(pattern, log)), default=0)
 

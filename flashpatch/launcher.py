@@ -83,8 +83,16 @@ def forward(plan: Plan, q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor
     batch, heads = _batch(q, call), q.shape[-2]
     m_blocks = -(-call.max_seqlen_q // config.block_m)
     params = _pack(config, call, q, k, v, out=out, logsumexp=logsumexp)
-    _launch(plan, config, f"attention_{config.kernel}", m_blocks * heads * batch, 32 * config.num_warps, params,
-            (q, k, v, out, logsumexp), call)
+    _launch(
+        plan,
+        config,
+        f"attention_{config.kernel}",
+        m_blocks * heads * batch,
+        32 * config.num_warps,
+        params,
+        (q, k, v, out, logsumexp),
+        call,
+    )
     return out, logsumexp, copies
 
 
@@ -105,8 +113,22 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
         shape = [1 if stride == 0 else size for size, stride in zip(call.bias.shape, call.bias.stride(), strict=True)]
         dbias = torch.zeros(shape, dtype=torch.float32, device=q.device).expand(call.bias.shape)
     params = _pack(
-        config, call, q, k, v, out=out, logsumexp=logsumexp, dout=dout, dq=dq, dk=dk, dv=dv, dlogsumexp=dlogsumexp,
-        delta=delta, dq_accum=dq_accum, dq_turns=dq_turns, dbias=dbias,
+        config,
+        call,
+        q,
+        k,
+        v,
+        out=out,
+        logsumexp=logsumexp,
+        dout=dout,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dlogsumexp=dlogsumexp,
+        delta=delta,
+        dq_accum=dq_accum,
+        dq_turns=dq_turns,
+        dbias=dbias,
     )
     tensors = (q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum, dq_turns, dbias)
     before, after = _helper(config, "backward_delta"), _helper(config, "backward_dq")
@@ -123,7 +145,7 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
 
 
 def _sink_gradient(call: Call, logsumexp: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """d sinks[h] = - sum over rows of exp(sink - logsumexp) * delta: the sink is one more softmax column without a value."""
+    """-sum over rows of exp(sink - logsumexp) * delta: a sink is one more softmax column, without a value."""
     heads_last = logsumexp.movedim(-2, -1)  # [..., seqlen_q, num_heads_q]
     weight = torch.exp(call.sinks.float() - heads_last)
     return -(weight * delta.movedim(-2, -1)).flatten(0, -2).sum(0)
@@ -150,7 +172,7 @@ def configs(config: Config) -> tuple[Config, ...]:
 
 
 def _readable(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int]:
-    """The tensors as kernels read them: unit last stride, every row on a 16-byte boundary. Others are copied, counted."""
+    """The tensors as kernels read them: unit last stride, rows on 16-byte boundaries; others are copied, counted."""
     readable, copies = [], 0
     for tensor in tensors:
         if not _is_readable(tensor):

@@ -52,7 +52,8 @@ def _decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
         direction, q.dtype, q.shape[-1], v.shape[-1], q.shape[-2] == k.shape[-2], causal,
         call.window_left >= 0 or call.window_right > 0, call.cu_seqlens_q is None, call.seqused_k is None,
         call.key_ranges is None, call.mask is None, call.bias is None, call.alibi_slopes is None, call.sinks is None,
-        call.softcap == 0.0, call.dropout_p == 0.0, call.deterministic, device.index if device.type == "cuda" else emulate,
+        call.softcap == 0.0, call.dropout_p == 0.0, call.deterministic,
+        device.index if device.type == "cuda" else emulate,
     )  # fmt: skip
     decision = _plans.get(key)
     if decision is None:
@@ -116,7 +117,8 @@ def clear_plans() -> None:
 
 
 def _call(bias, mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, max_seqlen_q,
-          max_seqlen_k, softmax_scale, window_left, window_right, softcap, dropout_p, deterministic, q, k) -> Call:  # fmt: skip
+          max_seqlen_k, softmax_scale, window_left, window_right, softcap, dropout_p, deterministic, q,
+          k) -> Call:  # fmt: skip
     """The Call the layers below trust: broadcasts expanded by stride 0, windows that hide nothing dropped."""
     if window_left >= max_seqlen_k - 1 >= 0:
         window_left = -1
@@ -236,9 +238,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, logsumexp, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dbias, dsinks = _backward_op(
-            dout, dlogsumexp, q, k, v, out, logsumexp, *tensors, *ctx.scalars
-        )
+        dq, dk, dv, dbias, dsinks = _backward_op(dout, dlogsumexp, q, k, v, out, logsumexp, *tensors, *ctx.scalars)
         gradients = [None] * (9 + len(ctx.scalars))
         gradients[0] = dbias if tensors[0] is not None else None
         gradients[4] = dsinks if tensors[4] is not None else None
@@ -325,7 +325,8 @@ def attention(
         alibi_slopes: fp32 [num_heads_q] or [batch, num_heads_q]; adds -slope * |i + seqlen_k - seqlen_q - j|.
         sinks: [num_heads_q], one logit per head that joins the softmax denominator only; gets a gradient.
         dropout_p: in [0, 1), on the probabilities; the mask is drawn from torch's generator of the device.
-        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each packed sequence begins; needs `max_seqlen_q`, `max_seqlen_k`.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each packed sequence begins; with them
+            `max_seqlen_q` and `max_seqlen_k`, the longest of each.
         seqused_k: int32 [batch], keys in use; `causal` and `window_size` align to it.
         deterministic: gradients bit-equal from run to run (also under torch.use_deterministic_algorithms).
         return_logsumexp: also return log(sum(exp(scores))), fp32, natural log, [batch, num_heads_q, seqlen_q]

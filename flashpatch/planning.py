@@ -80,7 +80,8 @@ class Matrix:
     features: dict[str, str]  # name -> meaning
     kernels: dict[str, str]  # name -> direction, in order of preference
     cells: dict[tuple[str, str, str, int, str], Cell]  # (kernel, generation, dtype, head_dim, feature)
-    unsupported: dict[tuple[str, str, str, int, str], str]  # (generation, direction, dtype, head_dim, feature) -> reason
+    # (generation, direction, dtype, head_dim, feature) -> reason
+    unsupported: dict[tuple[str, str, str, int, str], str]
     excludes: tuple[tuple[frozenset[str], str], ...]
     head_dims: tuple[int, ...]
     tiles: dict[str, dict[int, tuple[dict, ...]]]
@@ -139,9 +140,11 @@ def load_matrix(data: dict) -> Matrix:
 
 def _expand(row: dict, data: dict, cells: dict, unsupported: dict) -> None:
     """Add one row's cells. A row names a kernel and a status per generation, or the reason nothing is there."""
-    unknown = set(row) - {"kernel", "status", "evidence", "note", "unsupported", "generations"} - {
-        "directions", "dtypes", "head_dims", "features"
-    }
+    unknown = (
+        set(row)
+        - {"kernel", "status", "evidence", "note", "unsupported", "generations"}
+        - {"directions", "dtypes", "head_dims", "features"}
+    )
     if unknown:
         raise MatrixError(f"a row has unknown keys: {', '.join(sorted(unknown))}")
     head_dims = row.get("head_dims", data["head_dims"])
@@ -171,7 +174,14 @@ def _expand(row: dict, data: dict, cells: dict, unsupported: dict) -> None:
             if key in cells:
                 raise MatrixError(f"{'/'.join(map(str, key))} is listed twice")
             cells[key] = Cell(
-                kernel, generation, data["kernels"][kernel], dtype, head_dim, feature, status, row.get("note", ""),
+                kernel,
+                generation,
+                data["kernels"][kernel],
+                dtype,
+                head_dim,
+                feature,
+                status,
+                row.get("note", ""),
                 evidence,
             )
 
@@ -234,7 +244,11 @@ def resolve(problem: Problem, device: Device) -> Plan | Decline:
                     verified = all(cell.status == "verified" for cell in cells)
                     notes = dict.fromkeys(cell.note for cell in cells if cell.note)
                     return Plan(
-                        problem, device, config, "verified" if verified else "compiled", "; ".join(notes),
+                        problem,
+                        device,
+                        config,
+                        "verified" if verified else "compiled",
+                        "; ".join(notes),
                         tuple(cell.name for cell in cells),
                     )
                 reasons = [_shared_memory_reason(problem, device)]
@@ -285,7 +299,8 @@ def _code(matrix: Matrix, key: tuple) -> str:
 def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
     """The closest request that does run on a kernel here, in words; empty where there is none."""
     here = [
-        c for c in matrix.cells.values()
+        c
+        for c in matrix.cells.values()
         if c.generation == device.generation and c.direction == problem.direction and c.feature == "plain"
     ]
     if not here:
@@ -296,17 +311,25 @@ def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
     size = max(problem.head_dim, problem.head_dim_v)
     padded = -(-size // 8) * 8
     head_dim = padded if padded and padded <= dims[-1] else dims[-1]
-    features = [f for f in sorted(problem.features) if any(
-        c.feature == f and c.generation == device.generation and c.direction == problem.direction and c.dtype == dtype
-        for c in matrix.cells.values()
-    )]
+    features = [
+        f
+        for f in sorted(problem.features)
+        if any(
+            c.feature == f
+            and c.generation == device.generation
+            and c.direction == problem.direction
+            and c.dtype == dtype
+            for c in matrix.cells.values()
+        )
+    ]
     return f"{dtype}, head_dim {head_dim}" + (f", {' + '.join(features)}" if features else "")
 
 
 def _shared_memory_reason(problem: Problem, device: Device) -> Reason:
     return Reason(
         "shared_memory",
-        f"head_dim {problem.head_dim} needs more shared memory per block than the {device.shared_memory} bytes of {device.name}",
+        f"head_dim {problem.head_dim} needs more shared memory per block than the "
+        f"{device.shared_memory} bytes of {device.name}",
     )
 
 
@@ -317,7 +340,7 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
         sizes = {key: value for key, value in tile.items() if key not in ("why", "features")}
         if not set(tile.get("features", problem.features)) <= problem.features:
             continue
-        config = Config(kernel=kernel, dtype=problem.dtype, head_dim=buckets[0], head_dim_v=buckets[1], **sizes, **flags)
+        config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags)
         if shared_memory(config) <= device.shared_memory:
             return config
     return None

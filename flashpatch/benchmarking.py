@@ -1,0 +1,216 @@
+"""How fast attention runs here: flashpatch beside eager and SDPA's backends, by CUDA events, in one process.
+
+Counting follows the FlashAttention papers: forward 4 * batch * heads * seqlen_q * seqlen_k * head_dim FLOPs, half
+when causal, backward 2.5 times that; batch * seqlen = 16384 and heads * head_dim = 2048 by default.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .ops import attention
+
+SDPA_BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+VARIANTS = ("flashpatch", *SDPA_BACKENDS, "eager")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention call: [batch, seqlen, num_heads, head_dim] for q, seqlen keys in num_heads_kv heads."""
+
+    batch: int
+    seqlen: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    causal: bool
+
+    def flops(self, direction: str) -> float:
+        forward = 4.0 * self.batch * self.num_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
+        return forward * (2.5 if direction == "backward" else 1.0)
+
+
+@dataclass
+class Timing:
+    """Median milliseconds of one variant at one shape; `error` instead where it could not run."""
+
+    shape: Shape
+    direction: str
+    variant: str
+    milliseconds: float | None = None
+    tflops: float | None = None
+    peak_bytes: int | None = None
+    error: str = ""
+
+
+@dataclass
+class BenchReport:
+    """All timings of one run, and the machine they are from."""
+
+    gpu: str
+    dtype: str
+    timings: list[Timing] = field(default_factory=list)
+    host_microseconds: dict[str, float] = field(default_factory=dict)
+
+
+def standard_shapes(head_dims=(64, 128), seqlens=(512, 2048, 8192, 16384), tokens=16384, width=2048) -> list[Shape]:
+    """The FlashAttention papers' setting: a fixed number of tokens and of heads times head_dim."""
+    return [
+        Shape(max(1, tokens // seqlen), seqlen, width // head_dim, width // head_dim, head_dim, causal)
+        for head_dim in head_dims
+        for causal in (False, True)
+        for seqlen in seqlens
+    ]
+
+
+def bench(
+    shapes: list[Shape],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    variants=("flashpatch", "sdpa_flash", "sdpa_cudnn"),
+    directions=("forward", "backward"),
+    rounds: int = 5,
+    device: str = "cuda",
+    progress=None,
+) -> BenchReport:
+    """Time every variant at every shape, the variants in random order in each round; medians over rounds.
+
+    Raises RuntimeError without a CUDA device. `progress(done, total)` is called after each shape.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("bench needs an NVIDIA GPU; torch sees none")
+    report = BenchReport(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))
+    for number, shape in enumerate(shapes):
+        report.timings += _bench_shape(shape, dtype, variants, directions, rounds, device)
+        if progress:
+            progress(number + 1, len(shapes))
+    report.host_microseconds = host_cost(variants, dtype, device)
+    return report
+
+
+def _inputs(shape: Shape, dtype, device, requires_grad: bool):
+    def make(heads):
+        tensor = torch.randn(shape.batch, shape.seqlen, heads, shape.head_dim, device=device, dtype=dtype)
+        return tensor.requires_grad_(requires_grad)
+
+    return make(shape.num_heads), make(shape.num_heads_kv), make(shape.num_heads_kv)
+
+
+def call(variant: str, q, k, v, causal: bool) -> torch.Tensor:
+    """One forward of a variant on [batch, seqlen, heads, head_dim] tensors; the result in the same layout."""
+    if variant == "flashpatch":
+        return attention(q, k, v, causal=causal)
+    gqa = q.shape[2] != k.shape[2]
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    if variant == "eager":
+        return _eager(q, k, v, causal).transpose(1, 2)
+    with sdpa_kernel(SDPA_BACKENDS[variant]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa).transpose(1, 2)
+
+
+def _eager(q, k, v, causal: bool) -> torch.Tensor:
+    """Attention as transformers' eager_attention_forward writes it: the whole score matrix, softmax in fp32."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def _bench_shape(shape: Shape, dtype, variants, directions, rounds: int, device) -> list[Timing]:
+    backward = "backward" in directions
+    q, k, v = _inputs(shape, dtype, device, backward)
+    dout = torch.randn(shape.batch, shape.seqlen, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
+    runs, timings = {}, []
+    for variant in variants:
+        for direction in directions:
+            timing = Timing(shape, direction, variant)
+            timings.append(timing)
+            try:
+                run = _runner(variant, direction, q, k, v, dout, shape.causal)
+                torch.cuda.reset_peak_memory_stats(device)
+                before = torch.cuda.memory_allocated(device)
+                run()
+                torch.cuda.synchronize(device)
+                timing.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+                runs[variant, direction] = (timing, run)
+            except Exception as error:
+                timing.error = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    samples = {key: [] for key in runs}
+    for _ in range(rounds):
+        order = list(runs)
+        random.shuffle(order)
+        for key in order:
+            samples[key].append(_time(runs[key][1], device))
+    for key, (timing, _) in runs.items():
+        timing.milliseconds = statistics.median(samples[key])
+        timing.tflops = shape.flops(timing.direction) / timing.milliseconds / 1e9
+    return timings
+
+
+def _runner(variant: str, direction: str, q, k, v, dout, causal: bool):
+    if direction == "forward":
+
+        def run():
+            with torch.no_grad():
+                call(variant, q, k, v, causal)
+
+        return run
+    out = call(variant, q, k, v, causal)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def _time(run, device, budget: float = 40.0) -> float:
+    """Milliseconds per call: enough calls between two events to fill about `budget` milliseconds."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def measure(repeats):
+        start.record()
+        for _ in range(repeats):
+            run()
+        stop.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(stop) / repeats
+
+    return measure(max(3, min(200, int(budget / max(measure(2), 1e-3)))))
+
+
+def host_cost(variants, dtype, device, calls: int = 2000) -> dict[str, float]:
+    """Microseconds of host time for one call on a tiny problem, under no_grad, nothing waited for."""
+    q, k, v = _inputs(Shape(1, 128, 4, 4, 64, False), dtype, device, False)
+    costs = {}
+    with torch.no_grad():
+        for variant in variants:
+            if variant == "eager":
+                continue
+            backend = SDPA_BACKENDS.get(variant)
+            views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+
+            def run(backend=backend, views=views):
+                if backend is None:
+                    return attention(q, k, v)
+                return F.scaled_dot_product_attention(*views)
+
+            with sdpa_kernel(backend or SDPBackend.MATH):
+                for _ in range(50):
+                    run()
+                torch.cuda.synchronize(device)
+                started = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                costs[variant] = (time.perf_counter() - started) / calls * 1e6
+            torch.cuda.synchronize(device)
+    return costs
