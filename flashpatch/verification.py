@@ -103,9 +103,7 @@ def _problems(device: Device, quick: bool) -> list[Problem]:
             continue
         # every other combination has a head dim below its bucket, so that padding is always in play
         head_dim = bucket - 8 if number % 2 and matrix.bucket(bucket - 8) == bucket else bucket
-        features = [
-            name for name in matrix.features if name != "plain" and matrix_has(here, dtype, bucket, name)
-        ]
+        features = [name for name in matrix.features if name != "plain" and matrix_has(here, dtype, bucket, name)]
 
         def problem_of(names: Iterable[str], dtype=dtype, head_dim=head_dim) -> Problem:
             head_dim_v = max(head_dim * 2 // 3 // 8 * 8, 8) if "unequal_head_dims" in names else head_dim
@@ -631,9 +629,7 @@ def verify_kernels(
     ]
     seconds = time.perf_counter() - started
     statement = STATEMENTS[device.backend]
-    return KernelReport(
-        device.name, device.generation, device.backend, statement, quick, cells, results, seconds
-    )
+    return KernelReport(device.name, device.generation, device.backend, statement, quick, cells, results, seconds)
 
 
 def _build(wanted: list[Case], device: Device, advance: Callable) -> None:
@@ -655,10 +651,7 @@ def _build(wanted: list[Case], device: Device, advance: Callable) -> None:
 def _cell_result(cell: planning.Cell, results: list[CaseResult], device: Device, quick: bool) -> CellResult:
     forward = cell.direction == "forward"
     checks = [
-        check
-        for result in results
-        for check in result.checks
-        if (check.tensor in ("out", "logsumexp")) == forward
+        check for result in results for check in result.checks if (check.tensor in ("out", "logsumexp")) == forward
     ]
     failed = [check for check in checks if not check.passed]
     errors = [f"{result.case}: {result.error}" for result in results if result.error]
@@ -706,7 +699,9 @@ def evidence_folder() -> Path:
     root = planning.find("compat_matrix.yaml").parent
     folder = root / "tests"
     if not folder.is_dir():
-        raise FileNotFoundError("evidence belongs to a checkout (tests/evidence); flashpatch is installed as a wheel here")
+        raise FileNotFoundError(
+            "evidence belongs to a checkout (tests/evidence); flashpatch is installed as a wheel here"
+        )
     return folder / "evidence"
 
 
