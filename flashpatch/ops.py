@@ -226,23 +226,40 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, *arguments):
         with torch._C._AutoDispatchBelowAutograd():
             out, logsumexp = _forward_op(q, k, v, *arguments)
-        ctx.tensor_arguments = [argument for argument in arguments[:9]]
         ctx.save_for_backward(q, k, v, out, logsumexp, *arguments[:9])
         ctx.scalars = arguments[9:]
         ctx.set_materialize_grads(False)
         return out, logsumexp
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlogsumexp):
         q, k, v, out, logsumexp, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dbias, dsinks = _backward_op(dout, dlogsumexp, q, k, v, out, logsumexp, *tensors, *ctx.scalars)
-        gradients = [None] * (9 + len(ctx.scalars))
-        gradients[0] = dbias if tensors[0] is not None else None
-        gradients[4] = dsinks if tensors[4] is not None else None
-        return dq, dk, dv, *gradients
+        with torch.no_grad():
+            gradients = _backward_op(dout, dlogsumexp, q, k, v, out, logsumexp, *tensors, *ctx.scalars)
+        if torch.is_grad_enabled():
+            gradients = _OnceDifferentiable.apply(*gradients, q, k, v, dout, tensors[0], tensors[4])
+        dq, dk, dv, dbias, dsinks = gradients
+        others = [None] * (len(tensors) + len(ctx.scalars))
+        others[0] = dbias if tensors[0] is not None else None
+        others[4] = dsinks if tensors[4] is not None else None
+        return dq, dk, dv, *others
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The five gradients as they are, tied to what they depend on: differentiating them raises instead of giving zero."""
+
+    @staticmethod
+    def forward(ctx, *gradients_and_inputs):
+        return gradients_and_inputs[:5]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "flashpatch attention has no second derivative; for create_graph=True use the model's eager attention "
+            '(model.set_attn_implementation("eager"), or Patch.restore())'
+        )
 
 
 def _autograd_forward(q, k, v, *arguments):

@@ -1,0 +1,252 @@
+"""The operators around the kernels: schemas, autograd, autocast, compile, counting, arguments. No GPU."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import flashpatch
+from flashpatch import counting, ops, reference
+from flashpatch.problem import DeclinedError
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    counting.reset_counts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def qkv(batch=2, seqlen_q=9, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype=torch.float32, grad=False):
+    generator = torch.Generator().manual_seed(seqlen_q * 31 + seqlen_k)
+
+    def make(seqlen, heads):
+        tensor = torch.randn(batch, seqlen, heads, head_dim, generator=generator).to(dtype)
+        return tensor.requires_grad_(grad)
+
+    return make(seqlen_q, heads), make(seqlen_k, heads_kv), make(seqlen_k, heads_kv)
+
+
+def attention(*args, **kwargs):
+    return flashpatch.attention(*args, on_decline="fallback", **kwargs)
+
+
+def arguments(q, k, v, **changes):
+    """The flat arguments of attention_forward, plain attention unless changed."""
+    names = [
+        "bias",
+        "mask",
+        "key_ranges",
+        "alibi_slopes",
+        "sinks",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "seqused_k",
+        "rng_state",
+    ]
+    tensors = [changes.get(name) for name in names]
+    scalars = (q.shape[1], k.shape[1], 0.25, -1, changes.get("window_right", -1), 0.0, 0.0, False, False, 0)
+    return (q, k, v, *tensors, *scalars)
+
+
+@pytest.mark.parametrize("case", ["plain", "causal", "bias-sinks"])
+def test_opcheck(case):
+    q, k, v = qkv(grad=True)
+    changes = {"causal": {"window_right": 0}, "bias-sinks": {
+        "bias": torch.randn(1, 4, 9, 9, requires_grad=True), "sinks": torch.randn(4, requires_grad=True),
+    }}.get(case, {})  # fmt: skip
+    torch.library.opcheck(torch.ops.flashpatch.attention_forward.default, arguments(q, k, v, **changes))
+
+
+def test_gradients_equal_the_reference():
+    q, k, v = qkv(dtype=torch.float64, grad=True)
+    bias = torch.randn(1, 4, 1, 9, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    inputs = (q, k, v, bias, sinks)
+    results = []
+    for function in (attention, reference.attention):
+        extra = {"return_logsumexp": True} if function is attention else {}
+        out, logsumexp = function(q, k, v, causal=True, bias=bias, sinks=sinks, softcap=3.0, **extra)
+        loss = (out.double() * torch.linspace(0, 1, out.numel(), dtype=torch.float64).view_as(out)).sum()
+        results.append((out, logsumexp, *torch.autograd.grad(loss + logsumexp.double().square().sum(), inputs)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=1e-6, atol=1e-8)
+
+
+def test_only_the_bias_needs_a_gradient():
+    q, k, v = qkv()
+    bias = torch.zeros(4, 9, 9, requires_grad=True)
+    attention(q, k, v, bias=bias).square().sum().backward()
+    assert bias.grad.shape == bias.shape and bias.grad.abs().sum() > 0
+
+
+def test_nothing_is_kept_under_no_grad():
+    q, k, v = qkv(grad=True)
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    assert attention(q, k, v).requires_grad
+
+
+def test_a_second_derivative_is_refused_by_name():
+    q, k, v = qkv(grad=True)
+    (gradient,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (gradient.sum() + q.sum()).backward()
+
+
+def test_compile_sees_one_operator_and_counting_does_not_recompile():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attention(q * 2, k, v, causal=True) + 1, backend=backend, fullgraph=True)
+    q, k, v = qkv()
+    before = counting.layers[0].calls
+    for _ in range(4):
+        result = compiled(q, k, v)
+    assert len(graphs) == 1 and counting.layers[0].calls == before + 4
+    torch.testing.assert_close(result, attention(q * 2, k, v, causal=True) + 1)
+
+
+def test_compile_backward_through_aot():
+    torch._dynamo.reset()
+    q, k, v = qkv(grad=True)
+    compiled = torch.compile(lambda q: attention(q, k, v).square().sum(), backend="aot_eager", fullgraph=True)
+    (ours,) = torch.autograd.grad(compiled(q), q)
+    (eager,) = torch.autograd.grad(attention(q, k, v).square().sum(), q)
+    torch.testing.assert_close(ours, eager)
+
+
+def test_autocast_casts_as_sdpa_does():
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(q, k, v.bfloat16())
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert out.dtype == theirs.dtype == torch.bfloat16
+
+
+def test_mixed_dtypes_take_the_widest():
+    q, k, v = qkv()
+    out = attention(q, k.bfloat16(), v.half())
+    assert out.dtype == torch.float32 and out.isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputes_are_counted_apart(reentrant):
+    q, k, v = qkv(grad=True)
+    out = checkpoint(lambda q, k, v: attention(q, k, v), q, k, v, use_reentrant=reentrant)
+    out.sum().backward()
+    assert (counting.layers[0].calls, counting.layers[0].recomputes) == (1, 1)
+
+
+def test_declines_are_errors_by_default_counted_and_warned_once_otherwise():
+    q, k, v = qkv()
+    with pytest.raises(DeclinedError, match="no_gpu") as error:
+        flashpatch.attention(q, k, v)
+    assert error.value.decline.reasons[0].code == "no_gpu"
+    counting._warned.clear()
+    with pytest.warns(UserWarning, match="no_gpu") as caught:
+        attention(q, k, v)
+        attention(q, k, v)
+    assert len(caught) == 1
+    assert sum(flashpatch.stats()["declines"].values()) == 2
+
+
+def test_strict_by_environment(monkeypatch):
+    monkeypatch.setenv("FLASHPATCH_STRICT", "1")
+    with pytest.raises(DeclinedError):
+        attention(*qkv())
+
+
+def test_dropout_is_replayed_in_a_recompute():
+    gradients = []
+    for wrapped in (False, True):
+        torch.manual_seed(7)
+        q, k, v = qkv(grad=True)
+
+        def run(q, k, v):
+            return attention(q, k, v, dropout_p=0.3)
+
+        out = checkpoint(run, q, k, v, use_reentrant=False) if wrapped else run(q, k, v)
+        out.square().sum().backward()
+        gradients.append(q.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0)], ids=["batch", "queries", "keys"])
+def test_empty(shape):
+    q, k, v = qkv(*shape, grad=True)
+    out, logsumexp = attention(q, k, v, return_logsumexp=True)
+    assert out.shape == q.shape and not out.any()
+    out.sum().backward()
+    assert not q.grad.any() and logsumexp.shape == (shape[0], 4, shape[1])
+
+
+BAD = {
+    "head-dims": (lambda q, k, v: attention(q, k[..., :8], v), "q has head_dim 16 and k has 8"),
+    "heads": (lambda q, k, v: attention(q, k[:, :, [0, 1, 0]], v[:, :, [0, 1, 0]]), "q has 4 heads and k has 3"),
+    "lengths": (lambda q, k, v: attention(q, k, v[:, :4]), "may differ in head_dim only"),
+    "batch": (lambda q, k, v: attention(q, k[:1], v[:1]), "q has batch 2 and k has 1"),
+    "rank": (lambda q, k, v: attention(q[0], k, v), r"\[batch, seqlen, num_heads, head_dim\] is needed"),
+    "dtype": (lambda q, k, v: attention(q.int(), k, v), "q has dtype torch.int32"),
+    "type": (lambda q, k, v: attention(q.tolist(), k, v), "q is list, not a torch.Tensor"),
+    "device": (lambda q, k, v: attention(q, k.to("meta"), v), "k is on meta, q on cpu"),
+    "dropout": (lambda q, k, v: attention(q, k, v, dropout_p=1.0), r"dropout_p is 1.0; it must be in \[0, 1\)"),
+    "softcap": (lambda q, k, v: attention(q, k, v, softcap=-5.0), "softcap is -5.0"),
+    "window": (lambda q, k, v: attention(q, k, v, window_size=(-2, 0)), "window_size is"),
+    "mask-dtype": (lambda q, k, v: attention(q, k, v, mask=torch.zeros(9, 9)), "bool is needed"),
+    "mask-shape": (lambda q, k, v: attention(q, k, v, mask=torch.ones(3, 9, 9).bool()), "it must broadcast to"),
+    "bias-shape": (lambda q, k, v: attention(q, k, v, bias=torch.zeros(9, 8)), "bias has shape"),
+    "sinks": (lambda q, k, v: attention(q, k, v, sinks=torch.zeros(2)), r"\[num_heads_q\] = \[4\]"),
+    "alibi": (lambda q, k, v: attention(q, k, v, alibi_slopes=torch.zeros(3)), "alibi_slopes has shape"),
+    "on-decline": (lambda q, k, v: flashpatch.attention(q, k, v, on_decline="ignore"), '"error" or "fallback"'),
+    "half-varlen": (
+        lambda q, k, v: attention(q[0], k[0], v[0], cu_seqlens_q=torch.tensor([0, 9]).int()),
+        "given together",
+    ),
+    "varlen-order": (
+        lambda q, k, v: attention(
+            q[0], k[0], v[0], cu_seqlens_q=torch.tensor([0, 9, 3]).int(), cu_seqlens_k=torch.tensor([0, 4, 9]).int(),
+            max_seqlen_q=9, max_seqlen_k=5,
+        ),
+        "never decrease",
+    ),
+    "varlen-mask": (
+        lambda q, k, v: attention(
+            q[0], k[0], v[0], cu_seqlens_q=torch.tensor([0, 9]).int(), cu_seqlens_k=torch.tensor([0, 9]).int(),
+            max_seqlen_q=9, max_seqlen_k=9, mask=torch.ones(9, 9).bool(),
+        ),
+        "mask cannot be combined with cu_seqlens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_named_with_what_is_allowed(case):
+    call, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        call(*qkv())
+
+
+def test_all_contradictions_at_once():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match=r"softcap is -1.*dropout_p|dropout_p.*softcap is -1"):
+        attention(q, k, v, softcap=-1.0, dropout_p=2.0)
+
+
+def test_an_unknown_keyword_is_named():
+    with pytest.raises(TypeError, match="attn_bias"):
+        attention(*qkv(), attn_bias=None)
+
+
+def test_features_name_what_is_asked():
+    q, k, v = qkv()
+    call = ops.Call(0.25, 9, 9, window_left=3, window_right=0, softcap=2.0)
+    assert ops.features(q, k, v, call) == {"causal", "window", "gqa", "softcap"}
