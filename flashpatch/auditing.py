@@ -98,7 +98,7 @@ def environment() -> Environment:
         driver=driver,
         cupy=cupy,
         nvrtc=nvrtc,
-        cxx=emulator.compiler_name(),
+        cxx=_cxx(),
         cache=str(cache) if cache else None,
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASHPATCH_")},
         problems=faults,
@@ -127,6 +127,11 @@ def _driver() -> str | None:
     """The newest CUDA the driver supports, "13.0"."""
     number = torch._C._cuda_getDriverVersion()
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _cxx() -> str | None:
+    command = emulator._find_compiler(os.environ.get("FLASHPATCH_CXX"))
+    return " ".join(command) if command else None
 
 
 def _version(package: str) -> str | None:
