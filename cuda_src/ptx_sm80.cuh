@@ -55,6 +55,18 @@ template <class T> DEVICE void st_global(T* pointer, T value) { *pointer = value
 DEVICE void red_add_global(float* pointer, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
 }
+// Four neighbouring floats; one instruction where the hardware has it.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kHasVectorReduction = true;
+DEVICE void red_add_global(float* pointer, F32x4 v) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(pointer), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+#else
+constexpr bool kHasVectorReduction = false;
+DEVICE void red_add_global(float* pointer, F32x4 v) {
+  red_add_global(pointer, v.x); red_add_global(pointer + 1, v.y); red_add_global(pointer + 2, v.z); red_add_global(pointer + 3, v.w);
+}
+#endif
 DEVICE i32 ld_acquire_global(const i32* pointer) {
   i32 v;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
@@ -106,6 +118,12 @@ DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEVICE float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,0 +1,59 @@
+// 16-bit floating point on the host: exact widening, narrowing to nearest even.
+#pragma once
+#include "machine.h"
+
+namespace emulation {
+
+inline u32 bits_of(float x) {
+  u32 bits;
+  __builtin_memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float float_of(u32 bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline float bf16_to_float(u32 half) { return float_of(half << 16); }
+
+inline u32 float_to_bf16(float x) {
+  const u32 bits = bits_of(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+inline float fp16_to_float(u32 half) {
+  const u32 sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+  if (magnitude >= 0x7c00u) return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+  if (magnitude >= 0x400u) return float_of(sign | ((magnitude << 13) + 0x38000000u));
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+  return float_of(sign | bits_of(subnormal));
+}
+
+inline u32 float_to_fp16(float x) {
+  const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fffu;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to 65536 or beyond
+  if (magnitude < 0x38800000u) {                        // subnormal: the addition rounds at 2^-24
+    const u32 shifted = bits_of(float_of(magnitude) + 0.5f);
+    return sign | (shifted - 0x3f000000u);
+  }
+  const u32 rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return sign | ((rounded - 0x38000000u) >> 13);
+}
+
+template <bool kIsBf16>
+float widen(u32 half) {
+  if constexpr (kIsBf16) return bf16_to_float(half);
+  else return fp16_to_float(half);
+}
+
+template <bool kIsBf16>
+u32 narrow(float x) {
+  if constexpr (kIsBf16) return float_to_bf16(x);
+  else return float_to_fp16(x);
+}
+
+}  // namespace emulation

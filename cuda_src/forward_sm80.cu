@@ -1,0 +1,178 @@
+// Attention forward: out = softmax(scores of q k^T) v and logsumexp, one block of kBlockM query rows per CTA.
+// Assumes unit last strides, 16-byte aligned rows, head_dim and head_dim_v multiples of 8, softmax_scale > 0.
+// Stores out [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
+// Grid: m_blocks * num_heads_q * batch; kNumWarps warps, each owning kBlockM / kNumWarps rows.
+#include "scores.cuh"
+
+using QTile = Tile<kBlockM, kHeadDim>;
+using KTile = Tile<kBlockN, kHeadDim>;
+using VTile = Tile<kBlockN, kHeadDimV>;
+using OutTile = Tile<kBlockM, kHeadDimV>;
+
+constexpr int kRowsPerWarp = kBlockM / kNumWarps;
+constexpr int kMFrags = kRowsPerWarp / 16, kNFrags = kBlockN / 8, kOutFrags = kHeadDimV / 8;
+static_assert(kRowsPerWarp % 16 == 0 && kBlockN % 16 == 0 && (kNumStages == 1 || kNumStages == 2), "tile shape");
+
+// Shared memory: Q | K stages | V stages, later out over all of it | scratch of mask.cuh
+constexpr int kKOffset = QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
+constexpr int kTilesEnd = kVOffset + kNumStages * VTile::kBytes;
+constexpr int kScratchOffset = kTilesEnd > OutTile::kBytes ? kTilesEnd : OutTile::kBytes;
+constexpr int kSharedMemory = kScratchOffset + kBlockKeysBytes;
+
+// Q stays in registers where S, O and Q leave room beside the addresses; else it is read from shared memory every time.
+constexpr int kAccumulators = kMFrags * (kBlockN + kHeadDimV) / 2;
+constexpr bool kQInRegisters = kAccumulators + kMFrags * kHeadDim / 4 <= 168;
+constexpr int kQSteps = kQInRegisters ? kHeadDim / 16 : 1;
+
+KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
+  const Position position = kHasWindow ? longest_first(p, block_index()) : position_of(block_index(), p.m_blocks, p.num_heads_q);
+  const int m_block = position.block, head = position.head;
+  const Sequence sequence = sequence_of(p, position.batch);
+  if (m_block * kBlockM >= sequence.q_length) return;
+
+  const u32 smem = shared_base();
+  const QTile q_smem = {smem};
+  const BlockKeys keys = keys_of_block(p, sequence, m_block, smem + kScratchOffset);
+  const int n_first = keys.any.begin / kBlockN, n_last = ceil_div(keys.any.end, kBlockN) - 1;
+
+  const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
+  const u16* q_ptr = p.q + head_offset(position.batch, sequence.q_start, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head) +
+                     (i64)m_block * kBlockM * p.q_stride_row;
+  const u16* k_ptr = p.k + head_offset(position.batch, sequence.k_start, kv_head, p.k_stride_batch, p.k_stride_row, p.k_stride_head);
+  const u16* v_ptr = p.v + head_offset(position.batch, sequence.k_start, kv_head, p.v_stride_batch, p.v_stride_row, p.v_stride_head);
+  const int q_rows = sequence.q_length - m_block * kBlockM;
+
+  const auto k_smem = [&](int stage) { return KTile{smem + kKOffset + stage * KTile::kBytes}; };
+  const auto v_smem = [&](int stage) { return VTile{smem + kVOffset + stage * VTile::kBytes}; };
+  // Keys no row of this block sees are not read.
+  const auto load_k = [&](int n, int stage) {
+    const int first = n * kBlockN;
+    load_tile(k_smem(stage), k_ptr + first * p.k_stride_row, p.k_stride_row, keys.any.begin - first, keys.any.end - first, p.head_dim);
+  };
+  const auto load_v = [&](int n, int stage) {
+    const int first = n * kBlockN;
+    load_tile(v_smem(stage), v_ptr + first * p.v_stride_row, p.v_stride_row, keys.any.begin - first, keys.any.end - first, p.head_dim_v);
+  };
+
+  // This thread's first element of a C fragment
+  const int warp_row = warp_index() * kRowsPerWarp;
+  const int i_first = m_block * kBlockM + warp_row + (lane_index() >> 2), j_lane = (lane_index() & 3) * 2;
+
+  const Scores scores = scores_of(p, sequence, head);
+  const Dropout dropout = dropout_of(p, position.batch, head);
+  const float scale_log2 = kTransformsScores ? 1.f : scores.scale_log2;
+
+  // The next key block to visit, downwards from n; a tile the boolean mask hides entirely is skipped.
+  u32 mask_bits[kMFrags][2], next_mask_bits[kMFrags][2];  // one bit an element
+  const auto find_block = [&](int n) {
+    if constexpr (kHasMask) {
+      const u8* mask = mask_of(p, sequence, head);
+      while (n >= n_first && !sync_block_or(load_mask<kMFrags, kNFrags>(next_mask_bits, p, sequence, mask, i_first, n * kBlockN + j_lane))) --n;
+    }
+    return n;
+  };
+
+  float out_frag[kMFrags][kOutFrags][4];  // [rows of the warp, kHeadDimV]
+  OnlineSoftmax<kMFrags> softmax;
+  clear(out_frag);
+
+  int n = find_block(n_last);
+  if (n >= n_first) {
+    load_tile(q_smem, q_ptr, p.q_stride_row, 0, q_rows, p.head_dim);
+    load_k(n, 0);
+    if constexpr (kNumStages == 2) load_v(n, 0);
+    cp_async_commit();
+  }
+
+  const Window16<QTile> q_window = down_first(q_smem, warp_row, 0);
+  u32 q_frag[kQSteps][kMFrags][4];
+  const auto load_q = [&](u32 (&a_frag)[kMFrags][4], int k) {
+#pragma unroll
+    for (int m = 0; m < kMFrags; ++m) {
+      if constexpr (kQInRegisters) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a_frag[m][e] = q_frag[k][m][e];
+      } else {
+        ldmatrix_x4(a_frag[m], q_window.at(m * 16, k * 2));
+      }
+    }
+  };
+
+  int stage = 0;
+  bool first = true;
+  while (n >= n_first) {
+    cp_async_wait<0>();
+    sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
+    if constexpr (kQInRegisters) {
+      if (first) {
+#pragma unroll
+        for (int k = 0; k < kQSteps; ++k)
+#pragma unroll
+          for (int m = 0; m < kMFrags; ++m) ldmatrix_x4(q_frag[k][m], q_window.at(m * 16, k * 2));
+      }
+    }
+    first = false;
+#pragma unroll
+    for (int m = 0; m < kMFrags; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) mask_bits[m][half] = next_mask_bits[m][half];
+    const int n_next = find_block(n - 1);
+    if constexpr (kNumStages == 2) {
+      if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
+    } else {
+      load_v(n, 0);
+    }
+    cp_async_commit();
+
+    // S = Q K^T
+    float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
+    clear(s_frag);
+    multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+
+    if constexpr (kNumStages == 1) {
+      cp_async_wait<0>();
+      sync_block();  // V has landed for all; nobody reads K any more
+      if (n_next >= n_first) load_k(n_next, 0);
+      cp_async_commit();
+    }
+
+    if constexpr (kTransformsScores) transform(s_frag, p, sequence, scores, i_first, n * kBlockN + j_lane);
+    if (kHasMask || keys.needs_mask(n)) {
+      u32 non_finite = 0;
+      if constexpr (kHasBounds || kHasMask) non_finite = take_out_non_finite(v_smem(stage), j_lane);
+      apply_mask(s_frag, p, sequence, mask_bits, non_finite, i_first, n * kBlockN + j_lane);
+    }
+
+    // P = exp2(S - row_max), O rescaled
+    softmax.update(s_frag, out_frag, scale_log2);
+    if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
+
+    // O += P V
+    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { pack_fragments(p_frag, s_frag, k); },
+                           down_first(v_smem(stage), 0, 0));
+    if constexpr (kNumStages == 2) stage ^= 1;
+    n = n_next;
+  }
+
+  float sink_log2 = negative_infinity();
+  if constexpr (kHasSinks) sink_log2 = ld_global(p.sinks + head) * kLog2e;
+  float logsumexp[kMFrags][2];
+  softmax.finalize(logsumexp, out_frag, scale_log2, sink_log2, dropout.keep);
+
+  float* logsumexp_ptr = p.logsumexp + statistics_offset(p, sequence, head);
+#pragma unroll
+  for (int m = 0; m < kMFrags; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = i_first + m * 16 + half * 8;
+      if (j_lane == 0 && i < sequence.q_length) st_global(logsumexp_ptr + i, logsumexp[m][half]);
+    }
+
+  const OutTile out_smem = {smem};
+  sync_block();  // out overwrites Q, K and V: nobody reads them any more
+  store_accumulators(out_smem, warp_row, 0, out_frag);
+  sync_block();  // all of out is in shared memory
+  u16* out_ptr = p.out + head_offset(position.batch, sequence.q_start, head, p.out_stride_batch, p.out_stride_row, p.out_stride_head) +
+                 (i64)m_block * kBlockM * p.out_stride_row;
+  store_tile(out_smem, out_ptr, p.out_stride_row, q_rows, p.head_dim_v);
+}

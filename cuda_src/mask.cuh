@@ -1,0 +1,215 @@
+// Who sees whom: the keys a row sees (window, lengths, key_ranges, boolean mask), the key blocks a query block visits and
+// which of them need a mask at all, and the same from the side of a key block.
+//
+// A masked score is set to -inf by select, never by adding: NaN in it does not survive. Masked values of V are covered
+// in two steps: rows of K and V that no row of the block can see are zero-filled by the load, and in a tile that needs a
+// mask, rows holding NaN or Inf are taken out of the product and show only in rows that see them (take_out_non_finite).
+#pragma once
+#include "seqlen.cuh"
+#include "tile.cuh"
+
+constexpr bool kHasBounds = kHasWindow || kHasKeyRanges;
+constexpr int kNever = 0x7fffffff;
+
+DEVICE float not_a_number() { return negative_infinity() - negative_infinity(); }
+
+struct Span {
+  int begin, end;
+  DEVICE bool holds(int i) const { return i >= begin && i < end; }
+};
+
+// Keys row i sees, the boolean mask aside.
+DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
+  Span keys = {0, s.k_length};
+  if constexpr (kHasWindow) {
+    if (s.window_left >= 0) keys.begin = larger(keys.begin, i + s.diagonal - s.window_left);
+    if (s.window_right >= 0) keys.end = smaller(keys.end, i + s.diagonal + s.window_right + 1);
+  }
+  if constexpr (kHasKeyRanges) {
+    const i32* range = p.key_ranges + (s.batch * p.key_ranges_stride_batch + i * p.key_ranges_stride_row);
+    keys.begin = larger(keys.begin, ld_global(range));
+    keys.end = smaller(keys.end, ld_global(range + 1));
+  }
+  return keys;
+}
+
+// What a query block sees: `any` spans what some row sees, `all` what every row sees.
+struct BlockKeys {
+  Span any, all;
+  DEVICE bool needs_mask(int n_block) const { return n_block * kBlockN < all.begin || (n_block + 1) * kBlockN > all.end; }
+};
+
+constexpr int kBlockKeysBytes = kNumWarps * 16;
+
+// `scratch` holds kBlockKeysBytes; nobody else may use it before the next barrier after the call.
+DEVICE BlockKeys keys_of_block(const Params& p, const Sequence& s, int m_block, u32 scratch) {
+  const int first = m_block * kBlockM, end = smaller(first + kBlockM, s.q_length);
+  if constexpr (!kHasKeyRanges) {
+    // Both ends grow with the row: the outer rows decide.
+    const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
+    return {{top.begin, bottom.end}, {bottom.begin, top.end}};
+  } else {
+    BlockKeys keys = {{kNever, 0}, {0, kNever}};
+    for (int i = first + thread_index(); i < end; i += kThreads) {
+      const Span row = keys_of(p, s, i);
+      keys.all.begin = larger(keys.all.begin, row.begin);
+      keys.all.end = smaller(keys.all.end, row.end);
+      if (row.begin < row.end) {
+        keys.any.begin = smaller(keys.any.begin, row.begin);
+        keys.any.end = larger(keys.any.end, row.end);
+      }
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes >>= 1) {
+      keys.any.begin = smaller(keys.any.begin, shfl_xor(keys.any.begin, lanes));
+      keys.any.end = larger(keys.any.end, shfl_xor(keys.any.end, lanes));
+      keys.all.begin = larger(keys.all.begin, shfl_xor(keys.all.begin, lanes));
+      keys.all.end = smaller(keys.all.end, shfl_xor(keys.all.end, lanes));
+    }
+    if (lane_index() == 0)
+      st_shared(scratch + warp_index() * 16, U32x4{(u32)keys.any.begin, (u32)keys.any.end, (u32)keys.all.begin, (u32)keys.all.end});
+    sync_block();  // every warp's part is in scratch
+#pragma unroll
+    for (int warp = 0; warp < kNumWarps; ++warp) {
+      const U32x4 part = ld_shared<U32x4>(scratch + warp * 16);
+      keys.any.begin = smaller(keys.any.begin, (int)part.x);
+      keys.any.end = larger(keys.any.end, (int)part.y);
+      keys.all.begin = larger(keys.all.begin, (int)part.z);
+      keys.all.end = smaller(keys.all.end, (int)part.w);
+    }
+    return keys;
+  }
+}
+
+// Query blocks in which some row may see a key of block n by its window. First key block that query block m visits, by the
+// same rule: over m and n both, the visited tiles form a band without holes.
+DEVICE Span query_blocks_of(const Sequence& s, int n_block) {
+  Span m = {0, ceil_div(s.q_length, kBlockM)};
+  if constexpr (kHasWindow) {
+    const int first = n_block * kBlockN, last = smaller(first + kBlockN, s.k_length) - 1;
+    if (s.window_right >= 0) m.begin = larger(0, first - s.diagonal - s.window_right) / kBlockM;
+    if (s.window_left >= 0) m.end = smaller(m.end, ceil_div(larger(0, last - s.diagonal + s.window_left + 1), kBlockM));
+  }
+  return m;
+}
+DEVICE int first_key_block_of(const Sequence& s, int m_block) {
+  if (kHasWindow && s.window_left >= 0) return larger(0, m_block * kBlockM + s.diagonal - s.window_left) / kBlockN;
+  return 0;
+}
+
+// Rows (of q) that see key j by the window.
+DEVICE Span queries_of(const Sequence& s, int j) {
+  Span rows = {0, s.q_length};
+  if (j >= s.k_length) rows.end = 0;
+  if constexpr (kHasWindow) {
+    if (s.window_right >= 0) rows.begin = larger(rows.begin, j - s.diagonal - s.window_right);
+    if (s.window_left >= 0) rows.end = smaller(rows.end, j - s.diagonal + s.window_left + 1);
+  }
+  return rows;
+}
+
+// ---- boolean mask ----
+
+DEVICE const u8* mask_of(const Params& p, const Sequence& s, int head) {
+  return p.mask + (s.batch * p.mask_stride_batch + head * p.mask_stride_head);
+}
+DEVICE bool mask_at(const Params& p, const Sequence& s, const u8* mask, int i, int j) {
+  return i < s.q_length && j < s.k_length && ld_global(mask + (i * p.mask_stride_row + j * p.mask_stride_column)) != 0;
+}
+
+// This thread's part of the mask over C fragments of [16 kM queries x 8 kN keys], one bit an element; `i` and `j` are those of
+// its first element. True if any bit is set.
+template <int kM, int kN>
+DEVICE bool load_mask(u32 (&bits)[kM][2], const Params& p, const Sequence& s, const u8* mask, int i, int j) {
+  static_assert(kN <= 16, "two keys of every n-fragment in 32 bits");
+  u32 any = 0;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 row_bits = 0;
+#pragma unroll
+      for (int e = 0; e < 2 * kN; ++e)
+        row_bits |= (u32)mask_at(p, s, mask, i + m * 16 + half * 8, j + (e >> 1) * 8 + (e & 1)) << e;
+      bits[m][half] = row_bits;
+      any |= row_bits;
+    }
+  return any != 0;
+}
+// The same with keys down and queries across: bits[key][query].
+template <int kM, int kN>
+DEVICE bool load_mask_transposed(u32 (&bits)[kM][2], const Params& p, const Sequence& s, const u8* mask, int i, int j) {
+  static_assert(kN <= 16, "two queries of every n-fragment in 32 bits");
+  u32 any = 0;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 row_bits = 0;
+#pragma unroll
+      for (int e = 0; e < 2 * kN; ++e)
+        row_bits |= (u32)mask_at(p, s, mask, i + (e >> 1) * 8 + (e & 1), j + m * 16 + half * 8) << e;
+      bits[m][half] = row_bits;
+      any |= row_bits;
+    }
+  return any != 0;
+}
+
+// Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see -> -inf. `bits` as load_mask gives them (boolean mask
+// only); `non_finite` marks keys whose V was taken out of the product: they turn the rows that see them into NaN.
+template <int kM, int kN>
+DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, const u32 (&bits)[kM][2], u32 non_finite, int i, int j) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = smaller(i + m * 16 + half * 8, s.q_length - 1);
+      const Span keys = keys_of(p, s, row), columns = {keys.begin - j, keys.end - j};
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          bool visible = columns.holds(n * 8 + e);
+          if constexpr (kHasMask) visible = visible && (bits[m][half] >> (2 * n + e) & 1);
+          float& score = s_frag[m][n][half * 2 + e];
+          if constexpr (kHasBounds || kHasMask) {
+            if (non_finite >> (2 * n + e) & 1) score = not_a_number();
+          }
+          score = visible ? score : negative_infinity();
+        }
+    }
+}
+
+// ---- NaN and Inf behind a mask ----
+
+// Whether one of two packed 16-bit values is NaN or Inf: its exponent is all ones.
+DEVICE bool non_finite(u32 pair) {
+  constexpr u32 kExponent = kIsBf16 ? 0x7f80 : 0x7c00;
+  return (~pair & kExponent) == 0 || (~pair & kExponent << 16) == 0;
+}
+DEVICE bool non_finite(U32x4 chunk) { return non_finite(chunk.x) || non_finite(chunk.y) || non_finite(chunk.z) || non_finite(chunk.w); }
+
+// Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns, for the keys (rows) n * 8 + first + e
+// (e < 2), bit 2 n + e where something was zeroed. All threads of the block; in the usual case one pass and one barrier.
+template <class T> DEVICE u32 take_out_non_finite(T tile, int first) {
+  static_assert(T::kRows <= 128, "32 bits a thread");
+  bool found = false;
+#pragma unroll 4
+  for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads)
+    found |= non_finite(ld_shared<U32x4>(tile.address(copy / T::kChunks, copy % T::kChunks)));
+  if (!sync_block_or(found)) return 0;
+  u32 bits = 0;
+#pragma unroll 1
+  for (int key = 0; key < T::kRows / 4; ++key)
+#pragma unroll 1
+    for (int chunk = 0; chunk < T::kChunks; ++chunk)
+      if (non_finite(ld_shared<U32x4>(tile.address((key >> 1) * 8 + first + (key & 1), chunk)))) bits |= 1u << key;
+  sync_block();  // everybody has looked before anything is zeroed
+#pragma unroll 1
+  for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads) {
+    const u32 address = tile.address(copy / T::kChunks, copy % T::kChunks);
+    if (non_finite(ld_shared<U32x4>(address))) st_shared(address, U32x4{0, 0, 0, 0});
+  }
+  sync_block();  // zeroed for all
+  return bits;
+}

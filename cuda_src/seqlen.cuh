@@ -1,0 +1,82 @@
+// Which sequence a block works on: where its rows start and how many there are, and which tile of it.
+#pragma once
+#include "ptx_sm80.cuh"
+
+DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+DEVICE int larger(int a, int b) { return a > b ? a : b; }
+DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+struct Sequence {
+  int batch;
+  int q_length, k_length;          // rows of q, keys in use
+  int diagonal;                    // k_length - q_length: row i sits at key i + diagonal (bottom-right alignment)
+  int window_left, window_right;   // -1 unlimited
+  i64 q_start, k_start;            // first row in the packed tensors; 0 unless varlen
+};
+
+// Lengths come from device memory and are clamped: never negative, never beyond max_seqlen (what the grid and the workspaces
+// were sized for) nor total_q.
+DEVICE Sequence sequence_of(const Params& p, int batch) {
+  Sequence s;
+  s.batch = batch;
+  s.q_start = 0;
+  s.k_start = 0;
+  s.q_length = p.seqlen_q;
+  s.k_length = p.seqlen_k;
+  if (p.cu_seqlens_q) {
+    const int begin = larger(ld_global(p.cu_seqlens_q + batch), 0), end = ld_global(p.cu_seqlens_q + batch + 1);
+    const i64 left = p.total_q - begin;
+    s.q_start = begin;
+    s.q_length = smaller(larger(end - begin, 0), p.seqlen_q);
+    if (s.q_length > left) s.q_length = left > 0 ? (int)left : 0;
+  }
+  if (p.cu_seqlens_k) {
+    const int begin = larger(ld_global(p.cu_seqlens_k + batch), 0), end = ld_global(p.cu_seqlens_k + batch + 1);
+    s.k_start = begin;
+    s.k_length = smaller(larger(end - begin, 0), p.seqlen_k);
+  }
+  if (p.seqused_k) s.k_length = smaller(s.k_length, larger(ld_global(p.seqused_k + batch), 0));
+  s.diagonal = s.k_length - s.q_length;
+  // A window as wide as everything is none; it also keeps i + diagonal + window within 32 bits.
+  constexpr int kUnlimited = 1 << 30;
+  s.window_left = p.window_left >= kUnlimited ? -1 : p.window_left;
+  s.window_right = p.window_right >= kUnlimited ? -1 : p.window_right;
+  return s;
+}
+
+// Element offset of (row 0 of the sequence, head) in a tensor.
+DEVICE i64 head_offset(int batch, i64 start, int head, i64 stride_batch, i64 stride_row, i64 stride_head) {
+  return batch * stride_batch + start * stride_row + head * stride_head;
+}
+// Element offset of (row 0 of the sequence, head) in logsumexp, dlogsumexp and delta.
+DEVICE i64 statistics_offset(const Params& p, const Sequence& s, int head) {
+  return p.cu_seqlens_q ? head * p.total_q + s.q_start : ((i64)s.batch * p.num_heads_q + head) * p.seqlen_q;
+}
+// Block m of (batch, head) among all query blocks: turns, and dq_accum in units of kBlockM * kHeadDim floats.
+DEVICE i64 query_block_offset(const Params& p, int batch, int head, int m_block) {
+  return ((i64)batch * p.num_heads_q + head) * p.m_blocks + m_block;
+}
+
+struct Position {
+  int block, head, batch;
+};
+
+// Blocks of one head next to each other: they share K and V in L2.
+DEVICE Position position_of(u32 index, int blocks, int heads) {
+  const u32 row = index / (u32)blocks;
+  return {(int)(index % (u32)blocks), (int)(row % (u32)heads), (int)(row / (u32)heads)};
+}
+
+// Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in L2.
+DEVICE Position longest_first(const Params& p, u32 index) {
+  constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
+  const i64 head_bytes = (i64)larger(p.seqlen_k, 1) * (kHeadDim + kHeadDimV) * 2;
+  const i64 fitting = kL2Bytes / head_bytes;
+  const u32 rows = (u32)p.batch * p.num_heads_q, group = p.num_heads_q / p.num_heads_kv;
+  const u32 wanted = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : (u32)fitting) * group;
+  const u32 section_rows = wanted < rows ? wanted : rows;
+  const u32 section = index / (section_rows * p.m_blocks), within = index % (section_rows * p.m_blocks);
+  const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;
+  const u32 row = section * section_rows + within % here;
+  return {p.m_blocks - 1 - (int)(within / here), (int)(row % p.num_heads_q), (int)(row / p.num_heads_q)};
+}

@@ -1,0 +1,161 @@
+// Tiles of 16-bit elements in shared memory, their way in from global memory and out to it, and tensor-core
+// fragments read from them.
+//
+// Layout of a tile: row-major, rows of kColumns elements cut into 16-byte chunks; chunk c of row r lies where chunk
+// c ^ f(r) would. f takes 8 values over 8 rows when a row fills whole 128-byte bank lines, and 4 values over row pairs
+// when it fills half lines (32 or 96 columns): either way the 8 rows of an ldmatrix hit all 32 banks once.
+//
+// Fragments of mma.m16n8k16, lane = 4 * g + t (g = lane / 4, t = lane % 4), two 16-bit elements to a register:
+//
+//   A [16 x 16]  a0 (g, 2t..) a1 (g + 8, 2t..) a2 (g, 2t + 8..) a3 (g + 8, 2t + 8..)
+//   B [16 x 8]   b0 (2t.., g) b1 (2t + 8.., g)
+//   C [16 x 8]   c0 (g, 2t)   c1 (g, 2t + 1)   c2 (g + 8, 2t)   c3 (g + 8, 2t + 1)      fp32
+//
+// C of one product, packed in pairs, is A of the next: n-fragments 2k and 2k + 1 make the A fragment of step k.
+#pragma once
+#include "ptx_sm80.cuh"
+
+constexpr int kThreads = kNumWarps * 32;
+
+template <int kRowCount, int kColumnCount> struct Tile {
+  static constexpr int kRows = kRowCount, kColumns = kColumnCount;
+  static constexpr int kPitch = kColumns * 2;  // bytes
+  static constexpr int kBytes = kRows * kPitch;
+  static constexpr int kChunks = kColumns / 8;
+  static constexpr int kSwizzle = kPitch % 128 == 0 ? 7 : 3;
+  static constexpr int kRowsPerStep = kPitch % 128 == 0 ? 1 : 2;
+  static_assert(kPitch % 64 == 0, "rows are whole or half bank lines");
+
+  u32 base;  // multiple of 128
+
+  DEVICE u32 address(int row, int chunk) const {
+    return base + row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4);
+  }
+};
+
+// ---- global memory -> tile ----
+
+// Starts the copy of rows [0, kRows) from `source` (row 0, column 0). Rows outside [row_begin, row_end) and columns from
+// head_dim on are never read and become zero. The caller commits.
+template <class T> DEVICE void load_tile(T tile, const u16* source, i64 stride_row, int row_begin, int row_end, int head_dim) {
+  constexpr int kCopies = T::kRows * T::kChunks;
+  static_assert(kCopies % kThreads == 0 || kCopies < kThreads || T::kChunks % 12 == 0, "whole rounds, or a tail");
+#pragma unroll
+  for (int round = 0; round < (kCopies + kThreads - 1) / kThreads; ++round) {
+    const int copy = round * kThreads + thread_index();
+    const int row = copy / T::kChunks, chunk = copy % T::kChunks;
+    if (kCopies % kThreads != 0 && copy >= kCopies) break;
+    const bool valid = row >= row_begin && row < row_end && chunk * 8 < head_dim;
+    cp_async_16(tile.address(row, chunk), source + (row * stride_row + chunk * 8), valid);
+  }
+}
+
+// ---- tile -> global memory ----
+
+// Rows [0, row_end), columns [0, head_dim), 16 bytes a store. All threads of the block.
+template <class T> DEVICE void store_tile(T tile, u16* destination, i64 stride_row, int row_end, int head_dim) {
+#pragma unroll 4
+  for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads) {
+    const int row = copy / T::kChunks, chunk = copy % T::kChunks;
+    if (row < row_end && chunk * 8 < head_dim)
+      st_global((U32x4*)(destination + (row * stride_row + chunk * 8)), ld_shared<U32x4>(tile.address(row, chunk)));
+  }
+}
+
+// Accumulators [16 kM x 8 kN] -> 16-bit, from row `row` on. Pair j of n-fragments (16 columns) lands at column pair
+// j * kPairStride + pair: column pairs may be dealt out to kPairStride warps.
+template <int kPairStride = 1, class T, int kM, int kN>
+DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM][kN][4]) {
+  const int g = lane_index() >> 2, t = lane_index() & 3;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const int chunk = ((n >> 1) * kPairStride + pair) * 2 + (n & 1);
+      st_shared(tile.address(row + m * 16 + g, chunk) + t * 4, pack<kIsBf16>(acc[m][n][0], acc[m][n][1]));
+      st_shared(tile.address(row + m * 16 + g + 8, chunk) + t * 4, pack<kIsBf16>(acc[m][n][2], acc[m][n][3]));
+    }
+}
+
+// ---- tile -> fragments ----
+
+// This lane's address in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
+// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR.
+template <class T> struct Window16 {
+  u32 lane_address;
+  DEVICE u32 at(int row, int chunk) const {
+    return (lane_address ^ ((chunk & T::kSwizzle) << 4)) + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch;
+  }
+};
+// Matrices in the order (upper left, lower left, upper right, lower right): an A fragment, or with .trans two B fragments
+// of a tile stored [k][n].
+template <class T> DEVICE Window16<T> down_first(T tile, int row, int chunk) {
+  return {tile.address(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
+}
+// Matrices in the order (upper left, upper right, lower left, lower right): two B fragments of a tile stored [n][k], or
+// with .trans an A fragment of a tile stored [k][m].
+template <class T> DEVICE Window16<T> right_first(T tile, int row, int chunk) {
+  return {tile.address(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
+}
+
+// A fragment of step k out of accumulators.
+template <int kM, int kN> DEVICE void pack_fragments(u32 (&a_frag)[kM][4], const float (&acc)[kM][kN][4], int k) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    a_frag[m][0] = pack<kIsBf16>(acc[m][2 * k][0], acc[m][2 * k][1]);
+    a_frag[m][1] = pack<kIsBf16>(acc[m][2 * k][2], acc[m][2 * k][3]);
+    a_frag[m][2] = pack<kIsBf16>(acc[m][2 * k + 1][0], acc[m][2 * k + 1][1]);
+    a_frag[m][3] = pack<kIsBf16>(acc[m][2 * k + 1][2], acc[m][2 * k + 1][3]);
+  }
+}
+
+template <int kM, int kN> DEVICE void clear(float (&acc)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
+}
+
+// ---- products: acc [16 kM x 8 kN] += A [16 kM x 16 kSteps] B; load_a(a_frag, k) fills the A fragments of step k ----
+
+// B stored [n][k] (`b` from right_first): acc += A B^T in the tile's own terms.
+template <int kSteps, class T, int kM, int kN, class LoadA>
+DEVICE void multiply_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, Window16<T> b) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    u32 a_frag[kM][4];
+    load_a(a_frag, k);
+#pragma unroll
+    for (int pair = 0; pair < kN / 2; ++pair) {
+      u32 b_frag[4];
+      ldmatrix_x4(b_frag, b.at(pair * 16, k * 2));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma_m16n8k16<kIsBf16>(acc[m][2 * pair], a_frag[m], b_frag[0], b_frag[1]);
+        mma_m16n8k16<kIsBf16>(acc[m][2 * pair + 1], a_frag[m], b_frag[2], b_frag[3]);
+      }
+    }
+  }
+}
+
+// B stored [k][n] (`b` from down_first): acc += A B. Column pairs are kPairStride apart.
+template <int kSteps, int kPairStride = 1, class T, int kM, int kN, class LoadA>
+DEVICE void multiply(float (&acc)[kM][kN][4], const LoadA& load_a, Window16<T> b) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    u32 a_frag[kM][4];
+    load_a(a_frag, k);
+#pragma unroll
+    for (int pair = 0; pair < kN / 2; ++pair) {
+      u32 b_frag[4];
+      ldmatrix_x4_trans(b_frag, b.at(k * 16, pair * kPairStride * 2));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma_m16n8k16<kIsBf16>(acc[m][2 * pair], a_frag[m], b_frag[0], b_frag[1]);
+        mma_m16n8k16<kIsBf16>(acc[m][2 * pair + 1], a_frag[m], b_frag[2], b_frag[3]);
+      }
+    }
+  }
+}
