@@ -72,61 +72,76 @@ def cases(device: Device, quick: bool = False) -> list[Case]:
     """What to try on a device so that every claimed cell and every pair of features that may meet is reached.
 
     On a GPU each feature is tried alone and in the largest combinations; in the emulator, where each combination
-    costs a build, only in the largest ones. `quick` keeps one size and the two most used head dims.
+    costs a build, in the largest ones, and the everyday ones at one head dim. `quick` keeps one size and the two most
+    used head dims.
     """
-    problems = _problems(device, quick)
-    alone = [problem for problem in problems if len(problem.features) < 2]
-    if device.backend != "gpu":
-        kept = [problem for problem in alone if problem.head_dim == 64 and not problem.features]
-        problems = [problem for problem in problems if len(problem.features) >= 2] + kept
-    sizes = GPU_SIZES if device.backend == "gpu" else EMULATED_SIZES
+    on_gpu = device.backend == "gpu"
+    buckets = sorted({(cell.dtype, cell.head_dim) for cell in claimed(device).values()})
     found = []
-    for number, problem in enumerate(problems):
-        for step in range(1 if quick or device.backend != "gpu" else 3):
-            seqlen_q, seqlen_k = sizes[(number + 2 * step) % len(sizes)]
-            heads_q, heads_kv = (4, 2) if "gqa" in problem.features else (2, 2)
-            values, layout = VALUES[(number + step) % 2], LAYOUTS[(number + step) % 3]
-            found.append(Case(problem, 2, seqlen_q, seqlen_k, heads_q, heads_kv, values, layout))
-    for problem in [problem for problem in alone if problem.head_dim == 64 and not problem.features]:
-        for batch, seqlen_q, seqlen_k in ((2, 0, 5), (2, 5, 0), (0, 5, 5)):
-            found.append(Case(problem, batch, seqlen_q, seqlen_k, 2, 2))
-    return found
-
-
-def _problems(device: Device, quick: bool) -> list[Problem]:
-    """Each feature alone, then combinations as large as the matrix allows until every pair that may meet has met."""
-    matrix = planning.support()
-    here = [cell for cell in claimed(device).values() if cell.direction == "forward"]
-    found = []
-    for number, (dtype, bucket) in enumerate(sorted({(cell.dtype, cell.head_dim) for cell in here})):
+    for dtype, bucket in buckets:
         if quick and bucket not in (64, 128):
             continue
-        # every other combination has a head dim below its bucket, so that padding is always in play
-        head_dim = bucket - 8 if number % 2 and matrix.bucket(bucket - 8) == bucket else bucket
-        features = [name for name in matrix.features if name != "plain" and matrix_has(here, dtype, bucket, name)]
-
-        def problem_of(names: Iterable[str], dtype=dtype, head_dim=head_dim) -> Problem:
-            head_dim_v = max(head_dim * 2 // 3 // 8 * 8, 8) if "unequal_head_dims" in names else head_dim
-            return Problem("forward", dtype, head_dim, head_dim_v, frozenset(names))
-
-        def runs(names: Iterable[str], problem_of=problem_of) -> bool:
-            return isinstance(planning.resolve(problem_of(names), device), Plan)
-
-        chosen: list[frozenset[str]] = [frozenset(), *(frozenset([name]) for name in features)]
-        missing = {frozenset(pair) for pair in itertools.combinations(features, 2) if runs(pair)}
-        while missing:
-            together = set(min(missing, key=sorted))
-            for name in features:
-                if runs(together | {name}):
-                    together.add(name)
-            chosen.append(frozenset(together))
-            missing -= {frozenset(pair) for pair in itertools.combinations(sorted(together), 2)}
-        found += [problem_of(names) for names in chosen if runs(names)]
-    return found
+        combinations = _combinations(device, dtype, bucket, alone=on_gpu)
+        if not on_gpu and (dtype, bucket) == ("bfloat16", 64):
+            combinations = [*EVERYDAY, *combinations]
+        for features in combinations:
+            for step in range(3 if on_gpu and not quick else 1):
+                case = _case(device, dtype, bucket, features, len(found), padded=step == 1)
+                found.append(case)
+        if bucket == 64:
+            problem = _problem(dtype, bucket, frozenset())
+            sizes = ((2, 0, 5), (2, 5, 0), (0, 5, 5))  # nothing to ask, nothing to read, nobody there
+            found += [Case(problem, batch, seqlen_q, seqlen_k, 2, 2) for batch, seqlen_q, seqlen_k in sizes]
+    return [case for case in found if isinstance(planning.resolve(case.problem, device), Plan)]
 
 
-def matrix_has(cells: list[planning.Cell], dtype: str, head_dim: int, feature: str) -> bool:
-    return any((cell.dtype, cell.head_dim, cell.feature) == (dtype, head_dim, feature) for cell in cells)
+# What most calls look like: a decoder's training, its packed training, a cache, a local layer.
+EVERYDAY = tuple(
+    frozenset(names)
+    for names in ((), ("causal", "gqa"), ("causal", "varlen"), ("causal", "gqa", "seqused_k"), ("causal", "window"))
+)
+# `flashpatch.attention` refuses these together: a packed batch has no rows of equal length to broadcast over.
+REFUSED = tuple(frozenset(("varlen", name)) for name in ("bias", "mask", "key_ranges"))
+
+
+def _case(device: Device, dtype: str, bucket: int, features: frozenset[str], number: int, padded: bool) -> Case:
+    sizes = GPU_SIZES if device.backend == "gpu" else EMULATED_SIZES
+    smaller = planning.support().bucket(bucket - 8) == bucket and (padded or (device.backend != "gpu" and number % 2))
+    return Case(
+        _problem(dtype, bucket - 8 if smaller else bucket, features),
+        2,
+        *sizes[number % len(sizes)],
+        *((4, 2) if "gqa" in features else (2, 2)),
+        VALUES[number % 2],
+        LAYOUTS[number % 3],
+    )
+
+
+def _problem(dtype: str, head_dim: int, features: frozenset[str]) -> Problem:
+    head_dim_v = max(head_dim * 2 // 3 // 8 * 8, 8) if "unequal_head_dims" in features else head_dim
+    return Problem("forward", dtype, head_dim, head_dim_v, features)
+
+
+def _combinations(device: Device, dtype: str, bucket: int, alone: bool) -> list[frozenset[str]]:
+    """Each feature alone, if asked, and sets as large as may be until every pair that may meet has met."""
+
+    def runs(names: Iterable[str]) -> bool:
+        names = frozenset(names)
+        if any(pair <= names for pair in REFUSED):
+            return False
+        return isinstance(planning.resolve(_problem(dtype, bucket, names), device), Plan)
+
+    features = [name for name in planning.support().features if name != "plain" and runs([name])]
+    chosen = [frozenset(), *(frozenset([name]) for name in features)] if alone else []
+    unmet = {frozenset(pair) for pair in itertools.combinations(features, 2) if runs(pair)}
+    while unmet:
+        together = set(min(unmet, key=sorted))
+        for name in features:
+            if runs(together | {name}):
+                together.add(name)
+        chosen.append(frozenset(together))
+        unmet -= {frozenset(pair) for pair in itertools.combinations(sorted(together), 2)}
+    return chosen
 
 
 # ---- inputs ----
