@@ -269,7 +269,7 @@ class Kernel:
 
 
 _kernels: dict[tuple[Config, int], Kernel | CompileError] = {}
-_lock = threading.Lock()
+_locks: dict[tuple[Config, int], threading.Lock] = {}  # one per kernel: different ones compile side by side
 compile_seconds = 0.0  # spent in NVRTC by this process
 
 
@@ -282,7 +282,7 @@ def load(config: Config, device: Device) -> Kernel:
     key = (config, device.index)
     kernel = _kernels.get(key)
     if kernel is None:
-        with _lock:
+        with _locks.setdefault(key, threading.Lock()):
             kernel = _kernels.get(key)
             if kernel is None:
                 kernel = _kernels[key] = _load(config, device)

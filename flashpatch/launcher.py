@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections import Counter
 
 import torch
 
@@ -61,6 +62,7 @@ class _Stream:
 
 
 _thread = _Thread()
+launched: Counter[str] = Counter()  # kernel -> launches of this process; verify counts by it
 
 
 def unavailable(backend: str) -> Reason | None:
@@ -254,6 +256,7 @@ def _pack(config, call, q, k, v, *, out, logsumexp, dout=None, dq=None, dk=None,
 def _launch(plan: Plan, config: Config, entry: str, blocks: int, threads: int, params, tensors, call: Call) -> None:
     if blocks == 0:
         return  # CuPy would launch one block for a grid of zero
+    launched[config.kernel] += 1
     if blocks > _MAX_BLOCKS:
         raise compiler.CompileError(
             Reason("grid", f"{blocks} tiles are more than one launch holds ({_MAX_BLOCKS}); split the batch")

@@ -1,0 +1,175 @@
+"""The yardstick: attention as it is defined, one whole score matrix per sequence, differentiable by torch's autograd.
+
+It imports nothing else of this package, so that it cannot share a mistake with what is measured against it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import torch
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    softmax_scale=None,
+    window_size=(-1, -1),
+    softcap=0.0,
+    bias=None,
+    mask=None,
+    alibi_slopes=None,
+    sinks=None,
+    key_ranges=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_k=None,
+    dropout_p=0.0,
+    keep=None,
+    upcast=True,
+    dtype=torch.float64,
+):
+    """Naive attention: (out, logsumexp) in the shapes of `flashpatch.attention`.
+
+    q [batch, seqlen_q, num_heads_q, head_dim], k and v [batch, seqlen_k, num_heads_kv, head_dim | head_dim_v], or varlen
+    [total, num_heads, head_dim] with cu_seqlens_q and cu_seqlens_k. bias, mask and keep broadcast to
+    [batch, num_heads_q, seqlen_q, seqlen_k] (varlen: the longest sequences); key_ranges to [batch, seqlen_q, 2].
+    `keep` (bool) is the dropout mask: what survives `dropout_p`.
+
+    With `upcast`, everything is computed and returned in `dtype`: this is the reference. Without, it is computed as
+    PyTorch's eager attention does it, in the inputs' own dtype with the softmax in fp32: its error is what that dtype costs.
+    """
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    input_dtype = q.dtype
+    if upcast:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    softmax_dtype = dtype if upcast else torch.promote_types(input_dtype, torch.float32)
+    num_heads = q.shape[-2]
+
+    if cu_seqlens_q is None:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        q_of, k_of, v_of = list(q), list(k), list(v)
+    else:
+        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        batch = len(starts_q) - 1
+        q_of = [q[starts_q[b] : starts_q[b + 1]] for b in range(batch)]
+        k_of = [k[starts_k[b] : starts_k[b + 1]] for b in range(batch)]
+        v_of = [v[starts_k[b] : starts_k[b + 1]] for b in range(batch)]
+        seqlen_q = max((len(x) for x in q_of), default=0)
+        seqlen_k = max((len(x) for x in k_of), default=0)
+
+    full = (batch, num_heads, seqlen_q, seqlen_k)
+    if bias is not None:
+        bias = bias.expand(full)
+    if mask is not None:
+        mask = mask.expand(full)
+    if keep is not None:
+        keep = keep.expand(full)
+    if key_ranges is not None:
+        key_ranges = key_ranges.expand(batch, seqlen_q, 2)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.expand(batch, num_heads)
+
+    outs, logsumexps = [], []
+    for b in range(batch):
+        length_q, length_k = len(q_of[b]), len(k_of[b])
+        if seqused_k is not None:
+            length_k = min(length_k, int(seqused_k[b]))
+        # Each query head reads the key head of its group.
+        group = num_heads // k_of[b].shape[1]
+        q_heads = q_of[b].transpose(0, 1)  # [num_heads, length_q, head_dim]
+        k_heads = k_of[b][:length_k].repeat_interleave(group, dim=1).transpose(0, 1)
+        v_heads = v_of[b][:length_k].repeat_interleave(group, dim=1).transpose(0, 1)
+
+        scores = q_heads @ k_heads.transpose(1, 2) * softmax_scale  # [num_heads, length_q, length_k]
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias[b, :, :length_q, :length_k]
+
+        i = torch.arange(length_q, device=q.device)[:, None]
+        j = torch.arange(length_k, device=q.device)[None, :]
+        relative = j - (i + length_k - length_q)  # 0 on the bottom-right aligned diagonal, positive in the future
+        if alibi_slopes is not None:
+            scores = scores - (alibi_slopes[b][:, None, None] * relative.abs()).to(scores.dtype)
+        visible = torch.ones(num_heads, length_q, length_k, dtype=torch.bool, device=q.device)
+        if causal:
+            visible = visible & (relative <= 0)
+        if window_size[0] >= 0:
+            visible = visible & (relative >= -window_size[0])
+        if window_size[1] >= 0:
+            visible = visible & (relative <= window_size[1])
+        if key_ranges is not None:
+            first, last = key_ranges[b, :length_q, 0:1], key_ranges[b, :length_q, 1:2]
+            visible = visible & (first <= j) & (j < last)
+        if mask is not None:
+            visible = visible & mask[b, :, :length_q, :length_k]
+
+        # The sink is one more key that everybody sees, with a value of zero.
+        scores = scores.to(softmax_dtype)
+        if sinks is None:
+            sink_column = torch.full((num_heads, length_q, 1), -math.inf, dtype=softmax_dtype, device=q.device)
+        else:
+            sink_column = sinks.to(softmax_dtype)[:, None, None].expand(num_heads, length_q, 1)
+        columns = torch.cat([scores.masked_fill(~visible, -math.inf), sink_column], dim=2)
+        # A row that sees nothing has no softmax; it gets zeros in its place, with zero gradient.
+        empty = (columns == -math.inf).all(dim=2, keepdim=True)
+        columns = columns.masked_fill(empty, 0.0)
+        probabilities = torch.softmax(columns, dim=2)[:, :, :-1].masked_fill(~visible | empty, 0.0)
+        logsumexp = torch.logsumexp(columns, dim=2).masked_fill(empty[:, :, 0], -math.inf)
+
+        probabilities = probabilities.to(q.dtype)
+        if dropout_p > 0:
+            kept = keep[b, :, :length_q, :length_k]
+            probabilities = probabilities * kept / (1 - dropout_p) if dropout_p < 1 else probabilities * 0
+        outs.append((probabilities @ v_heads).transpose(0, 1))  # [length_q, num_heads, head_dim_v]
+        logsumexps.append(logsumexp)
+
+    if cu_seqlens_q is not None:
+        # Rows after the last sequence belong to none.
+        rest = q[starts_q[-1] :]
+        outs.append(rest.new_zeros(len(rest), num_heads, v.shape[-1]))
+        logsumexps.append(rest.new_full((num_heads, len(rest)), -math.inf, dtype=softmax_dtype))
+        return torch.cat(outs), torch.cat(logsumexps, dim=1)
+    if batch == 0:
+        out = q.new_zeros(0, seqlen_q, num_heads, v.shape[-1])
+        return out, q.new_zeros(0, num_heads, seqlen_q, dtype=softmax_dtype)
+    return torch.stack(outs), torch.stack(logsumexps)
+
+
+def philox(counter, key):
+    """Philox4x32-10 (Salmon et al., SC 2011): numpy uint32 arrays, four of counter and two of key, to four words."""
+    c0, c1, c2, c3 = (numpy.asarray(c, dtype=numpy.uint64) for c in counter)
+    k0, k1 = (int(k) for k in key)
+    low, word = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
+    for _ in range(10):
+        first = numpy.uint64(0xD2511F53) * c0
+        second = numpy.uint64(0xCD9E8D57) * c2
+        c0 = (second >> word) ^ c1 ^ numpy.uint64(k0)
+        c2 = (first >> word) ^ c3 ^ numpy.uint64(k1)
+        c1, c3 = second & low, first & low
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return tuple(c.astype(numpy.uint32) for c in (c0, c1, c2, c3))
+
+
+def dropout_keep(rng_state, dropout_p, batch, num_heads, seqlen_q, seqlen_k):
+    """What dropout keeps for a Philox state (seed, offset): bool [batch, num_heads, seqlen_q, seqlen_k], on the CPU.
+
+    Element by element from the definition: counter (j >> 1, ((i >> 4) << 3) | (i & 7), b * num_heads + h, offset),
+    word ((i >> 3) & 1) * 2 + (j & 1), kept if word >= floor(dropout_p * 2^32) with dropout_p in fp32.
+    """
+    seed, offset = (int(x) % 2**64 for x in rng_state)
+    head = numpy.arange(batch * num_heads).reshape(batch, num_heads, 1, 1)
+    i = numpy.arange(seqlen_q).reshape(-1, 1)
+    j = numpy.arange(seqlen_k)
+    counter = numpy.broadcast_arrays(j >> 1, ((i >> 4) << 3) | (i & 7), head, offset % 2**32)
+    words = numpy.stack(philox(counter, (seed % 2**32, seed >> 32)))
+    chosen = numpy.broadcast_to(((i >> 3) & 1) * 2 + (j & 1), words.shape[1:])
+    word = numpy.take_along_axis(words, chosen[None], axis=0)[0]
+    return torch.from_numpy(word >= math.floor(float(numpy.float32(dropout_p)) * 2**32))
