@@ -367,6 +367,9 @@ def _call(q: torch.Tensor, k: torch.Tensor, case: Case, keywords: dict, seed: in
 
 # ---- one case ----
 
+# What a kernel that cannot be built, loaded or run raises. Anything else is a defect of flashpatch and shows as such.
+FAILURES = (compiler.CompileError, emulator.BuildError, emulator.EmulationError)
+
 OUTPUTS = ("out", "logsumexp", "dq", "dk", "dv", "dbias", "dsinks")
 
 
@@ -432,7 +435,7 @@ def run_case(case: Case, device: Device, seed: int) -> CaseResult:
         before = Counter(launcher.launched)
         try:
             checks = _compare(case, device, seed, plans)
-        except (compiler.CompileError, emulator.EmulationError) as failure:
+        except FAILURES as failure:
             error = str(failure)
         launches = Counter(launcher.launched) - before
     return CaseResult(
@@ -655,7 +658,7 @@ def _build(wanted: list[Case], device: Device, advance: Callable) -> None:
     configs = list(dict.fromkeys(config for plan in plans for config in launcher.configs(plan.config)))
 
     def build(config: Config) -> None:
-        with contextlib.suppress(compiler.CompileError, emulator.EmulationError):
+        with contextlib.suppressFAILURES:
             emulator.load(config) if device.backend == "emulated" else compiler.load(config, device)
 
     with ThreadPoolExecutor(max(2, min(os.cpu_count() or 2, 16))) as pool:
