@@ -9,14 +9,13 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 
 from . import compiler, emulator, ops, planning
-from .problem import Decline, Device, Plan, Problem, Reason
+from .problem import Device, Plan, Problem, Reason
 
 # ---- the environment ----
 
@@ -66,7 +65,7 @@ def environment() -> Environment:
         )
     if reason := compiler.available():
         needed = "kernels cannot run on this GPU" if gpus else "kernels cannot be compiled here"
-        faults.append(Fault(reason.code, f"{needed}: {reason.text}", compiler.install_line()))
+        faults.append(Fault(reason.code, f"{needed}: {_what(reason)}", compiler.install_line()))
     else:
         nvrtc = ".".join(map(str, compiler.nvrtc_version()))
         if driver and int(driver.split(".")[0]) < compiler.nvrtc_version()[0]:
@@ -78,7 +77,7 @@ def environment() -> Environment:
                 )
             )
     if reason := emulator.available():
-        faults.append(Fault(reason.code, f"kernels cannot be emulated on the CPU: {reason.text}", ""))
+        faults.append(Fault(reason.code, f"kernels cannot be emulated on the CPU: {_what(reason)}", _remedy(reason)))
     if (cache := compiler.cache_dir()) is None:
         faults.append(
             Fault(
@@ -119,7 +118,9 @@ def _gpus() -> tuple[list[str], list[Fault]]:
         number = ".".join(map(str, device.capability))
         found.append(f"cuda:{index} {device.name}, compute capability {number}, {device.generation}")
         if device.capability not in planning.support().capabilities:
-            faults.append(Fault("unknown_gpu", f"{device.name}: not known to this version", "pip install -U flashpatch"))
+            faults.append(
+                Fault("unknown_gpu", f"{device.name}: not known to this version", "pip install -U flashpatch")
+            )
     return found, faults
 
 
@@ -127,6 +128,14 @@ def _driver() -> str | None:
     """The newest CUDA the driver supports, "13.0"."""
     number = torch._C._cuda_getDriverVersion()
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _what(reason: Reason) -> str:
+    return reason.text.split("; type: ")[0]
+
+
+def _remedy(reason: Reason) -> str:
+    return reason.text.partition("; type: ")[2]
 
 
 def _cxx() -> str | None:
@@ -251,3 +260,84 @@ def with_table(text: str, table: str) -> str:
     if begin < 0 or end < begin:
         raise ValueError(f"the document has no {MARKERS[0]} ... {MARKERS[1]}")
     return f"{text[: begin + len(MARKERS[0])]}\n{table}\n{text[end:]}"
+
+
+# ---- the report ----
+
+
+class NoSuchDevice(RuntimeError):
+    """The torch device asked for is not here."""
+
+
+class UnknownGpu(ValueError):
+    """`--gpu` names none that is known; the text lists those that are."""
+
+
+@dataclass(frozen=True)
+class ModuleAudit:
+    """One attention module of a model."""
+
+    path: Annotated[str, "the module's name in the model"]
+    module: Annotated[str, "its class"]
+    now: Annotated[str, "the attention implementation the unpatched model uses"]
+    dispatched: Annotated[bool, "patched, the module calls flashpatch; false: its attention is hard-coded, untouched"]
+    dtype: Annotated[str, "dtype of its q, k, v; empty if it was not dispatched"]
+    head_dim: Annotated[int, "head dim of q and k; 0 if it was not dispatched"]
+    head_dim_v: Annotated[int, "head dim of v; 0 if it was not dispatched"]
+    features: Annotated[list[str], "what its call asks for beyond plain attention"]
+    forward: Annotated[str, "kernel and status, or fallback"]
+    backward: Annotated[str, "kernel and status, or fallback"]
+    reasons: Annotated[list[str], "why not a kernel"]
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """`flashpatch audit`: environment, matrix, and with a model its attention modules."""
+
+    environment: Annotated[Environment, "this machine and process"]
+    gpu: Annotated[str | None, "the GPU planned for; null: there is none and none was named"]
+    generation: Annotated[str | None, "its generation in compat_matrix.yaml"]
+    statement: Annotated[str, "what the following is about, in a sentence"]
+    support: Annotated[list[Support], "the matrix for that GPU"]
+    model: Annotated[str, "the model; empty without one"]
+    modules: Annotated[list[ModuleAudit], "its attention modules"]
+
+
+def audit(model=None, *, gpu: str | None = None, dtype: str | None = None, device: str | None = None, **load):
+    """What is here, what the kernels support on a GPU (this machine's, or one named), what a model would run on."""
+    target, statement = _target(gpu, device)
+    modules = plan(model, gpu=gpu, dtype=dtype, device=device, **load) if model is not None else []
+    return AuditReport(
+        environment(),
+        target.name if isinstance(target, Device) else None,
+        target.generation if isinstance(target, Device) else None,
+        statement,
+        support_of(target, dtype) if isinstance(target, Device) else [],
+        "" if model is None else model if isinstance(model, str) else type(model).__name__,
+        modules,
+    )
+
+
+def _target(gpu: str | None, device: str | None) -> tuple[Device | Reason, str]:
+    if gpu:
+        try:
+            target = planning.gpu(gpu)
+        except ValueError as error:
+            raise UnknownGpu(str(error)) from None
+        return target, f"Support on {_titled(target)}, which need not be here:"
+    usable = torch.version.cuda is not None and torch.cuda.is_available()
+    here = torch.device(device or ("cuda" if usable else "cpu"))
+    if here.type == "cuda" and (not usable or (here.index or 0) >= torch.cuda.device_count()):
+        raise NoSuchDevice(f"torch sees no GPU {here}; leave out --device, or plan for a GPU elsewhere with --gpu NAME")
+    target = ops.device_of(here)
+    if isinstance(target, Reason):
+        return (
+            target,
+            "There is no GPU here, so nothing runs on a kernel; name one with --gpu (for example --gpu h200).",
+        )
+    return target, f"Support on {_titled(target)}:"
+
+
+def _titled(target: Device) -> str:
+    title = planning.support().generations[target.generation]
+    return f"{target.name} ({title}, {'.'.join(map(str, target.capability))})"
