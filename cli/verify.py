@@ -95,9 +95,10 @@ def _print_kernels(report, passed: int, failed: int, left_out: list) -> None:
         ])  # fmt: skip
     columns = ["kernel", "dtype", "head dim", "features", "launches", "tensor", "error", "eager's", "bound"]
     rendering.table(columns, rows)
-    for cell in report.cells:
-        if cell.verdict == "failed":
-            click.echo(f"FAILED {cell.cell}: {cell.reason}")
+    for case in report.cases:
+        if not case.passed:
+            why = case.error or "; ".join(check.message for check in case.checks if not check.passed)
+            click.echo(f"FAILED {case.case} (seed {case.seed}, {len(case.cells)} cells): {why}")
     reasons = dict.fromkeys(cell.reason for cell in left_out)
     for reason in reasons:
         count = sum(cell.reason == reason for cell in left_out)

@@ -658,7 +658,7 @@ def _build(wanted: list[Case], device: Device, advance: Callable) -> None:
     configs = list(dict.fromkeys(config for plan in plans for config in launcher.configs(plan.config)))
 
     def build(config: Config) -> None:
-        with contextlib.suppressFAILURES:
+        with contextlib.suppress(*FAILURES):
             emulator.load(config) if device.backend == "emulated" else compiler.load(config, device)
 
     with ThreadPoolExecutor(max(2, min(os.cpu_count() or 2, 16))) as pool:
