@@ -24,9 +24,9 @@ import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compiler, emulator, launcher, ops, planning, reference, tolerance
+from . import compiler, emulator, launcher, ops, patcher, planning, reference, tolerance
 from .call import Call
-from .problem import Config, Decline, Device, Plan, Problem
+from .problem import Config, Decline, DeclinedError, Device, Plan, Problem
 
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
@@ -839,3 +839,323 @@ def demote(text: str, stale: Iterable[str]) -> tuple[str, list[str]]:
     for start, end in sorted(edits, reverse=True):
         text = text[:start] + "compiled" + text[end:]
     return text, list(edits.values())
+
+
+# ---- one model ----
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """One quantity of the model, patched and unpatched, against eager attention with upcast weights."""
+
+    kind: Annotated[str, "logits, attention (one module's output) or gradient (of one parameter)"]
+    name: Annotated[str, "output, module or parameter"]
+    error: Annotated[float, "patched: largest absolute difference; null if not finite"]
+    eager_error: Annotated[float, "the same for eager attention in the model's own dtype"]
+    default_error: Annotated[float, "the same for the unpatched model as it was loaded; not part of the verdict"]
+    bound: Annotated[float, "2 x eager_error (gradients 3 x) + rounding of the dtype at the quantity's scale"]
+    passed: Annotated[bool, "error is within bound"]
+    message: Annotated[str, "where and by how much, if it is not"]
+
+
+@dataclass(frozen=True)
+class ModelModule:
+    """One attention module and what it ran on."""
+
+    path: Annotated[str, "the module's name in the model"]
+    module: Annotated[str, "its class"]
+    dispatched: Annotated[bool, "it called flashpatch"]
+    kernels: Annotated[dict[str, int], "kernel -> calls that ran on it"]
+    calls: Annotated[int, "forward calls counted"]
+    declines: Annotated[list[str], "why calls ran without a kernel, as code: text"]
+
+
+@dataclass(frozen=True)
+class TokenCheck:
+    """Greedy next tokens, teacher-forced, against the yardstick."""
+
+    positions: Annotated[int, "non-padding positions compared"]
+    differing: Annotated[int, "positions whose greedy token differs"]
+    failing: Annotated[int, "of those, positions where the yardstick's top-2 margin exceeds twice the logits' bound"]
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """`flashpatch verify MODEL`."""
+
+    model: Annotated[str, "the model's class, or the name it was loaded by"]
+    dtype: Annotated[str, "dtype of its weights"]
+    device: Annotated[str, "torch device it ran on"]
+    default: Annotated[str, "attention implementation of the unpatched model"]
+    yardstick: Annotated[str, "what everything is compared with"]
+    statement: Annotated[str, "what was and was not shown, in a sentence"]
+    modules: Annotated[list[ModelModule], "every attention module"]
+    comparisons: Annotated[list[ModelComparison], "every compared quantity"]
+    tokens: Annotated[TokenCheck | None, "null where the model has no next token"]
+    unpatched_nan: Annotated[list[str], "quantities that are not finite in the unpatched model"]
+    error: Annotated[str, "why the patched model could not run; empty if it did"]
+    seconds: Annotated[float, "wall time"]
+
+    @property
+    def holds(self) -> bool:
+        """Everything compared is within its bound, and something was compared."""
+        return (
+            not self.error
+            and bool(self.comparisons)
+            and all(comparison.passed for comparison in self.comparisons)
+            and not (self.tokens and self.tokens.failing)
+        )
+
+    @property
+    def undispatched(self) -> list[ModelModule]:
+        return [module for module in self.modules if not module.dispatched]
+
+    @property
+    def launches(self) -> int:
+        return sum(count for module in self.modules for count in module.kernels.values())
+
+    @property
+    def declines(self) -> set[str]:
+        """Codes of all declines."""
+        return {decline.split(":")[0] for module in self.modules for decline in module.declines}
+
+
+def verify_model(
+    model: torch.nn.Module,
+    inputs: dict,
+    *,
+    name: str = "",
+    backward: bool = True,
+    seed: int = 0,
+    advance: Callable = lambda done, total, text: None,
+) -> ModelReport:
+    """Compare a transformers model, patched and unpatched, with eager attention on upcast weights.
+
+    `inputs` are the keyword arguments of one forward. The model is left as it was, weights and implementation.
+    """
+    started = time.perf_counter()
+    parameter = next(iter(model.parameters()))
+    dtype = parameter.dtype
+    # eager attention in fp32 has an error of its own, so a model in fp32 is held against fp64
+    wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    modules = [(path, module) for path, module, _ in patcher.attention_modules(model)]
+    default = str(getattr(model.config, "_attn_implementation", "its own"))
+
+    def run(text: str, step: int) -> _Observation:
+        advance(step, 4, text)
+        return _observe(model, inputs, modules, backward, seed)
+
+    training = model.training
+    model.eval()
+    try:
+        with _highest_precision():
+            unpatched = run(f"unpatched ({default})", 0)
+            with patcher.using(model, "eager"):
+                eager = run("eager", 1)
+                with _upcast(model, wide):
+                    expected = run(f"eager in {wide}", 2)
+            error = ""
+            with patcher.apply(model) as patch:
+                try:
+                    patched = run("patched", 3)
+                except DeclinedError as declined:
+                    patched, error = None, str(declined)
+                rows = patch.report.rows
+    finally:
+        model.train(training)
+    advance(4, 4, "")
+    comparisons = [] if patched is None else _model_comparisons(patched, eager, unpatched, expected, dtype)
+    tokens = None if patched is None else _tokens(patched, expected, comparisons)
+    modules = [
+        ModelModule(
+            row.path, row.class_name, row.dispatched, dict(row.launches), row.calls,
+            [f"{code}: {text}" for code, text in row.reasons],
+        )
+        for row in rows
+    ]  # fmt: skip
+    return ModelReport(
+        name or type(model).__name__,
+        str(dtype).removeprefix("torch."),
+        str(parameter.device),
+        default,
+        f"eager attention, weights in {str(wide).removeprefix('torch.')}",
+        _model_statement(modules, parameter.device),
+        modules,
+        comparisons,
+        tokens,
+        sorted({key for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}),
+        error,
+        time.perf_counter() - started,
+    )
+
+
+def _model_statement(modules: list[ModelModule], device: torch.device) -> str:
+    kernels = sum(bool(module.kernels) for module in modules)
+    dispatched = sum(module.dispatched for module in modules)
+    if device.type == "cuda":
+        return f"{kernels} of {len(modules)} attention modules ran on a kernel."
+    if kernels:
+        return f"There is no GPU in this run: {kernels} of {len(modules)} attention modules ran in the CPU emulator."
+    return (
+        f"There is no GPU in this run, so no kernel ran: {dispatched} of {len(modules)} attention modules went through "
+        "flashpatch and its exact fallback. That shows masks, keyword arguments and gradients, not the kernels."
+    )
+
+
+_Observation = dict  # (kind, name) -> tensor on non-padding tokens
+
+
+def _observe(model, inputs: dict, modules, backward: bool, seed: int) -> _Observation:
+    """One forward (and backward): the output, each attention module's outputs, each parameter's gradient."""
+    dtype = next(iter(model.parameters())).dtype
+    inputs = {
+        key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
+    seen: _Observation = {}
+    calls: Counter = Counter()
+
+    def listen(path: str):
+        def hook(module, arguments, output):
+            output = output[0] if isinstance(output, (tuple, list)) else output
+            calls[path] += 1
+            label = path if calls[path] == 1 else f"{path} (call {calls[path]})"  # layers may share one module
+            seen["attention", label] = _without_padding(output.detach(), inputs, "attention_mask")
+
+        return hook
+
+    handles = [module.register_forward_hook(listen(path)) for path, module in modules]
+    try:
+        with torch.set_grad_enabled(backward):
+            label, output = _main_output(model(**inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    mask = "decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask"
+    output = _without_padding(output, inputs, mask)
+    seen["logits", label] = output.detach()
+    if backward:
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
+        parameters = {key: value for key, value in model.named_parameters() if value.requires_grad}
+        loss = (output * direction).sum() / max(output.shape[0], 1)
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        seen.update({("gradient", key): g for key, g in zip(parameters, gradients, strict=True) if g is not None})
+    return seen
+
+
+def _main_output(output) -> tuple[str, torch.Tensor]:
+    """What a model computes: its logits if it has any, else its first floating-point tensor."""
+    items = output.items() if hasattr(output, "items") else enumerate(output)
+    tensors = {str(key): value for key, value in items if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    if not tensors:
+        raise ValueError("the model returns no floating-point tensor to compare")
+    label = next((key for key in ("logits", "last_hidden_state") if key in tensors), next(iter(tensors)))
+    return label, tensors[label]
+
+
+def _without_padding(tensor: torch.Tensor, inputs: dict, name: str) -> torch.Tensor:
+    """The rows of real tokens, [tokens, ...], where the tensor has one row per token; otherwise the tensor."""
+    mask = inputs.get(name)
+    if mask is not None and mask.dim() == 2 and tensor.shape[:2] == mask.shape:
+        return tensor[mask.bool()]
+    return tensor
+
+
+@contextlib.contextmanager
+def _upcast(model, dtype: torch.dtype):
+    """The model's floating-point parameters and buffers in a wider dtype, then the very same tensors again."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    narrow = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for tensor, data in zip(tensors, narrow, strict=True):
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def _highest_precision():
+    """fp32 means fp32, not TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _model_comparisons(patched, eager, unpatched, expected, dtype) -> list[ModelComparison]:
+    groups: dict[str, float] = {}
+    for (kind, name), tensor in expected.items():
+        if kind == "gradient" and tensor.numel():
+            groups[_group(name)] = max(groups.get(_group(name), 0.0), float(tensor.abs().max()))
+    found = []
+    for key, reference_ in expected.items():
+        kind, name = key
+        # The rounding allowed is that of the quantity's own scale. A gradient's is that of its block: a bias of the
+        # keys, say, has a gradient that is zero but for rounding.
+        scale = groups[_group(name)] if kind == "gradient" and reference_.numel() else _largest(reference_)
+        scale = scale if 0.0 < scale < math.inf else 1.0
+        factor = tolerance.GRADIENT_FACTOR if kind == "gradient" else tolerance.FORWARD_FACTOR
+        missing = [label for label, seen in (("patched", patched), ("eager", eager)) if key not in seen]
+        if missing:
+            message = f"{kind} {name} exists with eager attention on upcast weights but not {missing[0]}"
+            found.append(ModelComparison(kind, name, math.nan, math.nan, math.nan, 0.0, False, message))
+            continue
+
+        def scaled(tensor, scale=scale):
+            return tensor.double().div(scale).to(dtype if tensor.dtype == dtype else tensor.dtype)
+
+        outcome, own, default = (
+            tolerance.compare(scaled(seen[key]), scaled(eager[key]), scaled(reference_), factor=factor)
+            for seen in (patched, eager, {**expected, **unpatched})
+        )
+        message = "" if outcome.ok else outcome.message(f"{kind} {name}, relative to {scale:.3g}")
+        found.append(
+            ModelComparison(
+                kind,
+                name,
+                outcome.error * scale,
+                own.error * scale,
+                default.error * scale,
+                outcome.bound * scale,
+                outcome.ok,
+                message,
+            )  # fmt: skip
+        )
+    return found
+
+
+def _group(parameter: str) -> str:
+    """The block a parameter belongs to: `layers.0.self_attn.k_proj.bias` -> `layers.0.self_attn`."""
+    return ".".join(parameter.split(".")[:-2])
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _tokens(patched, expected, comparisons) -> TokenCheck | None:
+    key = ("logits", "logits")
+    if key not in expected or expected[key].dim() < 2 or expected[key].shape[-1] < 2:
+        return None
+    logits, reference_ = patched[key], expected[key]
+    bound = next(c.bound for c in comparisons if c.kind == "logits")
+    top = reference_.double().topk(2, dim=-1)
+    differing = logits.argmax(-1) != top.indices[..., 0]
+    # each of the two logits may be off by the bound
+    failing = differing & (top.values[..., 0] - top.values[..., 1] > 2 * bound)
+    return TokenCheck(differing.numel(), int(differing.sum()), int(failing.sum()))
+
+
+def verify(model: torch.nn.Module | None = None, inputs: dict | None = None, **options) -> KernelReport | ModelReport:
+    """`verify()`: every kernel the matrix claims for this machine. `verify(model, inputs)`: a patched model."""
+    if model is None:
+        return verify_kernels(**options)
+    if inputs is None:
+        raise TypeError(
+            "verify(model, inputs) needs the keyword arguments of one forward, such as the tokenizer's output"
+        )
+    return verify_model(model, dict(inputs), **options)
