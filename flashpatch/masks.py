@@ -1,0 +1,616 @@
+"""`MaskSpec`: what an attention mask means, recovered from the mask functions transformers composes.
+
+A mask function says for one (batch, head, query, key) whether the key may be seen. transformers builds it from a few
+factories (causal, sliding window, chunk, packed documents, blocks of image tokens) and `and_masks` / `or_masks`.
+Here such a composition is read back as structure, and lowered to what the kernels take:
+
+    a band      key position in [query position - left, query position + right]
+    key ranges  row i sees keys begin <= j < end: documents, chunks, blocks, and bands whose offset is on the device
+    mask        boolean, whatever is left: the 2-D padding mask (broadcast over rows), and functions not recognised
+
+Recovering asks the device nothing, except whether the blocks of a mask are contiguous (`_contiguous`).
+Everything is lowered when the mask is built: a static cache advances its offset in place during the forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+# Called with a reason when a mask is turned into the dense tensor a model's own code asked for.
+on_materialise = None
+
+
+# ---- mask functions as data: the same meanings as transformers', as partials whose arguments can be read ----
+
+
+def _causal(batch, head, q, k):
+    return k <= q
+
+
+def _everything(batch, head, q, k):
+    return q >= 0
+
+
+def _conjunction(functions, batch, head, q, k):
+    result = q.new_ones((), dtype=torch.bool)
+    for function in functions:
+        result = result & function(batch, head, q, k).to(result.device)
+    return result
+
+
+def _disjunction(functions, batch, head, q, k):
+    result = q.new_zeros((), dtype=torch.bool)
+    for function in functions:
+        result = result | function(batch, head, q, k).to(result.device)
+    return result
+
+
+def _newer_than(window, batch, head, q, k):
+    return k > q - window
+
+
+def _near(window, batch, head, q, k):
+    return abs(q - k) <= window
+
+
+def _same_chunk(size, starts, batch, head, q, k):
+    return (k - starts[batch]) // size == (q - starts[batch]) // size
+
+
+def _same_document(ids, batch, head, q, k):
+    return ids[batch, q] == ids[batch, k]
+
+
+def _same_block(ids, batch, head, q, k):
+    return (ids[batch, q] == ids[batch, k]) & (ids[batch, q] >= 0)
+
+
+# transformers' factory -> (what it returns, as a function above; the closure's variables in that order)
+_FACTORIES = {
+    "and_masks": (_conjunction, ("mask_functions",)),
+    "or_masks": (_disjunction, ("mask_functions",)),
+    "sliding_window_overlay": (_newer_than, ("sliding_window",)),
+    "sliding_window_bidirectional_overlay": (_near, ("sliding_window",)),
+    "chunked_overlay": (_same_chunk, ("chunk_size", "left_padding")),
+    "packed_sequence_mask_function": (_same_document, ("packed_sequence_mask",)),
+    "blockwise_overlay": (_same_block, ("block_sequence_ids",)),
+}
+_taught = None  # transformers.masking_utils, once `teach` has seen it
+
+
+def teach(masking_utils) -> None:
+    """Learn transformers' mask functions, and let torch.compile build ours in their place.
+
+    A compiled graph cannot look into closures, so while tracing (only) the factories return partials that can be read.
+    """
+    global _taught
+    if _taught is masking_utils:
+        return
+    _taught = masking_utils
+    for name, (function, variables) in _FACTORIES.items():
+        factory = getattr(masking_utils, name, None)
+        if factory is not None:
+            polyfill = _variadic(function) if variables == ("mask_functions",) else _fixed(function)
+            torch.compiler.substitute_in_graph(factory, skip_signature_check=True)(polyfill)
+
+
+def _variadic(function):
+    def factory(*mask_functions):
+        return partial(function, mask_functions)
+
+    return factory
+
+
+def _fixed(function):
+    def factory(*arguments):
+        return partial(function, *arguments)
+
+    return factory
+
+
+def _read(function):
+    """A mask function as a partial of one of the functions above (or one of them); None when it is unknown."""
+    if isinstance(function, partial) or function is _causal or function is _everything:
+        return function
+    if _taught is None:
+        return None
+    if function is _taught.causal_mask_function:
+        return _causal
+    if function is _taught.bidirectional_mask_function:
+        return _everything
+    if torch.compiler.is_compiling():
+        return None
+    if getattr(function, "__module__", None) != _taught.__name__:
+        return None
+    factory, _, inner = function.__qualname__.partition(".<locals>.")
+    target, variables = _FACTORIES.get(factory, (None, ()))
+    if target is None or "." in inner:
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if set(cells) != set(variables):
+        return None
+    return partial(target, *(cells[name].cell_contents for name in variables))
+
+
+def _conjuncts(function) -> list:
+    """The functions whose conjunction `function` is, each read where it can be."""
+    read = _read(function)
+    if read is None:
+        return [function]
+    if isinstance(read, partial) and read.func is _conjunction:
+        return [part for inner in read.args[0] for part in _conjuncts(inner)]
+    return [read]
+
+
+# ---- intervals: for each row, the keys begin <= j < end in absolute positions ----
+
+UNLIMITED = 1 << 30
+
+
+class _Rows(NamedTuple):
+    """The query rows a mask is for: absolute positions [1, q_length] and how to look per-position values up."""
+
+    positions: torch.Tensor
+    offset: object  # int, or a tensor when only the device knows
+    trusted: bool  # document ids come from transformers' own detection, so they never decrease
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """Per-position `values` [batch, total] at the rows."""
+        if isinstance(self.offset, torch.Tensor):
+            index = self.positions.clamp(0, values.shape[1] - 1).expand(values.shape[0], -1)
+            return values.gather(1, index)
+        return values[:, self.offset : self.offset + self.positions.shape[1]]
+
+
+def _runs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each position, where the run of equal ids it lies in begins and ends."""
+    total = ids.shape[1]
+    position = torch.arange(total, device=ids.device).expand(ids.shape[0], -1)
+    change = ids[:, 1:] != ids[:, :-1]
+    edge = change.new_ones((ids.shape[0], 1))
+    begin = torch.where(torch.cat([edge, change], 1), position, 0).cummax(1).values
+    end = torch.where(torch.cat([change, edge], 1), position + 1, total).flip(1).cummin(1).values.flip(1)
+    return begin, end
+
+
+def _contiguous(ids: torch.Tensor) -> bool:
+    """Whether equal ids (negative ones aside) are always neighbours.
+
+    Only then are blocks intervals, and only the device knows: this waits for it, once per mask with image blocks.
+    While a graph is traced or captured nobody can wait, and the blocks stay a dense mask.
+    """
+    if torch.compiler.is_compiling() or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    before = torch.nn.functional.pad(ids, (1, 0), value=-1)[:, :-1]
+    runs = ((ids >= 0) & (ids != before)).sum(1)
+    ordered = ids.sort(1).values
+    before = torch.nn.functional.pad(ordered, (1, 0), value=-1)[:, :-1]
+    distinct = ((ordered >= 0) & (ordered != before)).sum(1)
+    return bool((runs == distinct).all())
+
+
+def _band(read) -> tuple[int, int] | None:
+    """(left, right) reach of a band function, `UNLIMITED` when unlimited; None for anything else."""
+    if read is _causal:
+        return UNLIMITED, 0
+    if read is _everything:
+        return UNLIMITED, UNLIMITED
+    if isinstance(read, partial):
+        if read.func is _newer_than:
+            return read.args[0] - 1, UNLIMITED
+        if read.func is _near:
+            return read.args[0], read.args[0]
+    return None
+
+
+def _interval(function, rows: _Rows):
+    """(begin, end) of a function whose rows see one interval around themselves (or none); None when it has none."""
+    read = _read(function)
+    if read is None:
+        return None
+    band = _band(read)
+    if band is not None:
+        left, right = band
+        if left < 0 or right < 0:
+            return None
+        return rows.positions - left, rows.positions + right + 1
+    name, arguments = read.func, read.args
+    if name is _conjunction or name is _disjunction:
+        parts = [_interval(part, rows) for part in arguments[0]]
+        if not parts or any(part is None for part in parts):
+            return None
+        begin, end = parts[0]
+        for other_begin, other_end in parts[1:]:
+            if name is _conjunction:
+                begin, end = torch.maximum(begin, other_begin), torch.minimum(end, other_end)
+            else:
+                # Non-empty intervals all hold the row's own position, so their union is an interval.
+                empty, other_empty = begin >= end, other_begin >= other_end
+                begin, end = (
+                    torch.where(empty, other_begin, torch.where(other_empty, begin, torch.minimum(begin, other_begin))),
+                    torch.where(empty, other_end, torch.where(other_empty, end, torch.maximum(end, other_end))),
+                )
+        return begin, end
+    if name is _same_chunk:
+        size, starts = arguments
+        starts = starts[:, None]
+        begin = starts + (rows.positions - starts) // size * size
+        return begin, begin + size
+    if name is _same_document:
+        (ids,) = arguments
+        if not rows.trusted and not _contiguous(ids - ids.min()):
+            return None
+        begin, end = _runs(ids)
+        return rows.take(begin), rows.take(end)
+    if name is _same_block:
+        (ids,) = arguments
+        if not _contiguous(ids):
+            return None
+        begin, end = _runs(ids)
+        return rows.take(begin), rows.take(torch.where(ids >= 0, end, 0))
+    return None
+
+
+_WORDS = {
+    _causal: "causal",
+    _newer_than: "window",
+    _near: "window",
+    _same_chunk: "chunk",
+    _same_document: "packed",
+    _same_block: "blocks",
+    _disjunction: "union",
+}
+
+
+def recover(
+    *, batch_size: int, q_length: int, kv_length: int, q_offset, kv_offset: int, mask_function, attention_mask,
+    use_vmap: bool, dtype: torch.dtype, device, materialise,
+) -> MaskSpec:  # fmt: skip
+    """The MaskSpec of one mask transformers asks for.
+
+    `q_offset` is an int, or a tensor where only the device knows (static caches). `attention_mask` is the 2-D
+    padding mask or None. `materialise(function)` returns the dense boolean mask of a function that is not recognised.
+    """
+    on_device = isinstance(q_offset, torch.Tensor)
+    positions = torch.arange(q_length, device=device)[None]
+    rows = _Rows(positions + q_offset, q_offset, trusted=not use_vmap)
+    left = right = UNLIMITED
+    ranges, unknown, words = [], [], []
+    for part in _conjuncts(mask_function):
+        band = _band(part)
+        word = "unrecognised"
+        if band is not None:
+            left, right = min(left, band[0]), min(right, band[1])
+            word = _WORDS.get(part.func if isinstance(part, partial) else part)
+        else:
+            interval = _interval(part, rows)
+            if interval is None:
+                unknown.append(part)
+            else:
+                ranges.append(interval)
+                word = _WORDS[part.func]
+        if word:
+            words.append(word)
+    shift = 0
+    if on_device:
+        if left < UNLIMITED or right < UNLIMITED:
+            ranges.append((rows.positions - left, rows.positions + right + 1))
+            left = right = UNLIMITED
+    else:
+        shift = q_offset - kv_offset
+    mask = None
+    if unknown:
+        mask = materialise(unknown)
+    padding = _padding(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        words.append("padding")
+        mask = padding if mask is None else mask & padding
+    return MaskSpec(
+        batch_size, q_length, kv_length, dtype, torch.device(device), left, right, shift,
+        _key_ranges(ranges, q_length, kv_length, kv_offset), mask,
+        given=attention_mask is not None, dense=bool(unknown), on_device=on_device, words=tuple(words),
+    )  # fmt: skip
+
+
+def _padding(attention_mask, kv_length: int, kv_offset: int):
+    """The 2-D mask of the keys at hand as [batch, 1, 1, kv_length]; None where it is known to hide nothing.
+
+    On a GPU nobody knows without waiting for it, so the mask stays. Positions beyond the given mask are hidden.
+    """
+    if attention_mask is None:
+        return None
+    attention_mask = attention_mask.to(torch.bool)
+    missing = kv_length + kv_offset - attention_mask.shape[-1]
+    if missing > 0:
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+    if attention_mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(attention_mask.all()):
+        return None
+    return attention_mask[:, None, None, :]
+
+
+def _key_ranges(intervals: list, q_length: int, kv_length: int, kv_offset: int):
+    """Absolute intervals, all of which must hold, as int32 key ranges [batch or 1, q_length, 2]."""
+    if not intervals:
+        return None
+    begin, end = intervals[0]
+    for other_begin, other_end in intervals[1:]:
+        begin, end = torch.maximum(begin, other_begin), torch.minimum(end, other_end)
+    ranges = torch.stack(torch.broadcast_tensors(begin, end), -1) - kv_offset
+    return ranges.clamp(0, kv_length).to(torch.int32)
+
+
+def document_ranges(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, q_length: int) -> torch.Tensor:
+    """Key ranges [1, q_length, 2] of documents packed one after another; rows behind the last document see nothing."""
+    rows = torch.arange(q_length, device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)
+    document = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True)
+    edges = torch.cat([cu_seqlens_k, cu_seqlens_k[-1:]]).to(torch.int32)
+    return torch.stack([edges[document], edges[document + 1]], -1)[None]
+
+
+def position_ranges(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Key ranges of the documents that position ids [batch, length] restart for; None when they never do.
+
+    Whether they do is asked of the device once per forward, as transformers itself asks where there is no cache.
+    While a graph is traced or captured it cannot be asked, and the ranges are always made.
+    """
+    first = position_ids[:, :1] - 1
+    restarts = torch.diff(position_ids, prepend=first, dim=-1) != 1
+    blind = torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not blind and not bool(restarts.any()):
+        return None
+    return torch.stack(_runs(restarts.cumsum(-1)), -1).to(torch.int32)
+
+
+class Lowered(NamedTuple):
+    """A mask in the words of `Call`, for keys [:key_length] (the rest is hidden from every row)."""
+
+    key_length: int
+    window_left: int
+    window_right: int
+    key_ranges: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+def lower_band(left: int, right: int, shift: int, q_length: int, k_length: int):
+    """A band around j = i + shift as (key_length, window_left, window_right), which align bottom-right.
+
+    Keys beyond the last row's reach are cut off, so a static cache's top-left prefill is plain causal on fewer keys.
+    None where rows lie so far beyond the keys that a window cannot say it.
+    """
+    if left >= UNLIMITED and right >= UNLIMITED:
+        return k_length, -1, -1
+    key_length = k_length
+    if right < UNLIMITED and q_length + shift + right < k_length:
+        key_length = q_length + shift + right
+        if key_length <= 0:
+            return None
+    slack = shift - (key_length - q_length)
+    window_left = -1
+    if left < UNLIMITED:
+        window_left = left - slack
+        if window_left < 0:
+            return None
+    return key_length, window_left, right + slack if right < UNLIMITED else -1
+
+
+class MaskSpec:
+    """The meaning of one attention mask, shared by every layer of one forward.
+
+    flashpatch's attention reads it through `lower`. To everybody else it is the additive tensor that eager attention
+    would have got: [batch, 1, q_length, kv_length], 0 where a key may be seen and the dtype's lowest number elsewhere,
+    made when somebody first computes with it.
+    """
+
+    def __init__(
+        self, batch_size, q_length, kv_length, dtype, device, left, right, shift, key_ranges, mask, *,
+        given=False, dense=False, on_device=False, words=(),
+    ):  # fmt: skip
+        self.batch_size, self.q_length, self.kv_length = batch_size, q_length, kv_length
+        self.dtype, self.device = dtype, device
+        self.left, self.right, self.shift = left, right, shift
+        self.key_ranges, self.mask = key_ranges, mask
+        self.given = given  # a 2-D attention mask was passed
+        self.dense = dense  # `mask` holds functions that were not recognised
+        self.on_device = on_device  # the query offset is known to the device only
+        self.words = words
+        self.joined = None  # (the tensor that says where documents begin, this spec with them)
+        self.moved = {}
+        self.tensor = None
+
+    def __repr__(self):
+        return f"MaskSpec({', '.join(self.words) or 'everything'}, {list(self.shape)}, {self.dtype})"
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0
+
+    @property
+    def packed(self) -> bool:
+        return "packed" in self.words
+
+    def lower(self, k_length: int) -> Lowered:
+        """This mask for `k_length` keys (at most `kv_length`: newer keys are then cut off)."""
+        band = lower_band(self.left, self.right, self.shift, self.q_length, k_length)
+        key_ranges = self.key_ranges
+        if band is None:
+            rows = torch.arange(self.q_length, device=self.device)[None] + self.shift
+            intervals = [(rows - self.left, rows + self.right + 1)]
+            if key_ranges is not None:
+                intervals.append((key_ranges[..., 0], key_ranges[..., 1]))
+            key_ranges = _key_ranges(intervals, self.q_length, k_length, 0)
+            band = k_length, -1, -1
+        key_length, window_left, window_right = band
+        mask = self.mask
+        if mask is not None and mask.shape[-1] != key_length:
+            mask = mask[..., :key_length]
+        return Lowered(key_length, window_left, window_right, key_ranges, mask)
+
+    def with_ranges(self, source: torch.Tensor, ranges: torch.Tensor | None) -> MaskSpec:
+        """This mask and the documents in `ranges`; remembered under `source`, the tensor they come from."""
+        spec = self
+        if ranges is not None:
+            if self.key_ranges is not None:
+                ranges = torch.stack(
+                    [
+                        torch.maximum(self.key_ranges[..., 0], ranges[..., 0]),
+                        torch.minimum(self.key_ranges[..., 1], ranges[..., 1]),
+                    ],
+                    -1,
+                )
+            spec = self._replace(key_ranges=ranges, words=(*self.words, "packed"))
+        if not torch.compiler.is_compiling():
+            self.joined = (source, spec)
+        return spec
+
+    def _replace(self, **changes) -> MaskSpec:
+        values = {
+            "batch_size": self.batch_size, "q_length": self.q_length, "kv_length": self.kv_length,
+            "dtype": self.dtype, "device": self.device, "left": self.left, "right": self.right, "shift": self.shift,
+            "key_ranges": self.key_ranges, "mask": self.mask, "given": self.given, "dense": self.dense,
+            "on_device": self.on_device, "words": self.words,
+        }  # fmt: skip
+        values.update(changes)
+        return MaskSpec(**values)
+
+    # ---- as a tensor, for everybody else ----
+
+    def visible(self) -> torch.Tensor:
+        """Boolean [batch, 1, q_length, kv_length], True where a key may be seen."""
+        column = torch.arange(self.kv_length, device=self.device)
+        diagonal = torch.arange(self.q_length, device=self.device)[:, None] + self.shift
+        visible = (column >= diagonal - self.left) & (column <= diagonal + self.right)
+        visible = visible[None, None]
+        if self.key_ranges is not None:
+            begin, end = self.key_ranges[:, None, :, :1], self.key_ranges[:, None, :, 1:]
+            visible = visible & (column >= begin) & (column < end)
+        if self.mask is not None:
+            visible = visible & self.mask
+        return visible.expand(self.shape)
+
+    def materialise(self) -> torch.Tensor:
+        """Eager's additive mask."""
+        if self.tensor is None:
+            if on_materialise is not None and not torch.compiler.is_compiling():
+                on_materialise("the model computes with the mask itself")
+            zero = torch.zeros((), dtype=self.dtype, device=self.device)
+            self.tensor = torch.where(self.visible(), zero, torch.finfo(self.dtype).min)
+        return self.tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.batch_size, 1, self.q_length, self.kv_length))
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def dim(self) -> int:
+        return 4
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> MaskSpec:
+        return self
+
+    def detach(self) -> MaskSpec:
+        return self
+
+    def to(self, *args, **kwargs):
+        """As Tensor.to. Other devices and floating dtypes stay a MaskSpec; any other dtype is a tensor."""
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device = self.device if device is None else device
+        dtype = self.dtype if dtype is None else dtype
+        if not dtype.is_floating_point:
+            return self.materialise().to(*args, **kwargs)
+        if device == self.device and dtype == self.dtype:
+            return self
+        moved = self.moved.get((device, dtype))
+        if moved is None:
+
+            def move(tensor):
+                return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+            moved = self._replace(device=device, dtype=dtype, key_ranges=move(self.key_ranges), mask=move(self.mask))
+            self.moved[device, dtype] = moved
+        return moved
+
+    def __getitem__(self, index):
+        if isinstance(index, tuple) and len(index) == 4 and all(isinstance(part, slice) for part in index):
+            *outer, columns = index
+            keeps_rows = all(part == slice(None) for part in outer)
+            if keeps_rows and columns.start in (None, 0) and columns.step in (None, 1):
+                if columns.stop is None or columns.stop >= self.kv_length:
+                    return self
+                if columns.stop >= 0:
+                    return self._first(columns.stop)
+        return self.materialise()[index]
+
+    def _first(self, k_length: int) -> MaskSpec:
+        mask = self.mask
+        if mask is not None and mask.shape[-1] != 1:
+            mask = mask[..., :k_length]
+        return self._replace(kv_length=k_length, mask=mask)
+
+    def __len__(self):
+        return self.batch_size
+
+    def __iter__(self):
+        return iter(self.materialise())
+
+    def __bool__(self):
+        return bool(self.materialise())
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name not in _TENSOR_NAMES:
+            raise AttributeError(f"'MaskSpec' object has no attribute {name!r}")
+        return getattr(self.materialise(), name)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*_as_tensors(args), **_as_tensors(kwargs or {}))
+
+
+_TENSOR_NAMES = frozenset(name for name in dir(torch.Tensor) if not name.startswith("__"))
+
+
+def _as_tensors(value):
+    if isinstance(value, MaskSpec):
+        return value.materialise()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_as_tensors(part) for part in value)
+    if isinstance(value, dict):
+        return {name: _as_tensors(part) for name, part in value.items()}
+    return value
+
+
+def _forward_operators() -> None:
+    """Arithmetic and comparison on a MaskSpec are arithmetic and comparison on eager's tensor."""
+
+    def binary(function):
+        return lambda self, other: function(self.materialise(), _as_tensors(other))
+
+    def reflected(function):
+        return lambda self, other: function(_as_tensors(other), self.materialise())
+
+    def unary(function):
+        return lambda self: function(self.materialise())
+
+    for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor", "pow", "mod", "floordiv"):
+        function = getattr(operator, f"__{name}__")
+        setattr(MaskSpec, f"__{name}__", binary(function))
+        setattr(MaskSpec, f"__r{name}__", reflected(function))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(MaskSpec, f"__{name}__", binary(getattr(operator, name)))
+    for name in ("neg", "invert", "abs"):
+        setattr(MaskSpec, f"__{name}__", unary(getattr(operator, name)))
+
+
+_forward_operators()
