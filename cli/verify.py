@@ -116,28 +116,28 @@ def _print_kernels(report, passed: int, failed: int, left_out: list) -> None:
 def _record(report, device) -> None:
     import dataclasses
 
-    from flashpatch import auditing, verification
+    from flashpatch import auditing, evidence
 
     try:
-        folder = verification.evidence_folder()
+        folder = evidence.folder()
     except FileNotFoundError as error:
         raise Fault(f"--record: {error}", USAGE) from None
     here = dataclasses.asdict(auditing.environment())
     kept = ("flashpatch", "torch", "torch_cuda", "driver", "cupy", "nvrtc")
-    path = verification.record(report, device, {name: here[name] for name in kept}, folder)
+    path = evidence.record(report, device, {name: here[name] for name in kept}, folder)
     click.echo(f"wrote {path}", err=True)
 
 
 def _demote() -> None:
-    from flashpatch import planning, verification
+    from flashpatch import evidence, planning
 
     try:
-        folder = verification.evidence_folder()
+        folder = evidence.folder()
     except FileNotFoundError as error:
         raise Fault(f"--demote: {error}", USAGE) from None
     path = planning.find("compat_matrix.yaml")
-    stale = verification.stale_cells(planning.support(), folder)
-    text, changes = verification.demote(path.read_text(encoding="utf-8"), stale)
+    stale = evidence.stale_cells(planning.support(), folder)
+    text, changes = evidence.demote(path.read_text(encoding="utf-8"), stale)
     if changes:
         path.write_text(text, encoding="utf-8")
     for change in changes:
