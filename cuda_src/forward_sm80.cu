@@ -139,7 +139,8 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     if constexpr (kTransformsScores) transform(s_frag, p, sequence, scores, i_first, n * kBlockN + j_lane);
     if (kHasMask || keys.needs_mask(n)) {
       u32 non_finite = 0;
-      if constexpr (kHasBounds || kHasMask) non_finite = take_out_non_finite(v_smem(stage), j_lane);
+      if constexpr (kHasBounds || kHasMask) 
+        non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
       apply_mask(s_frag, p, sequence, mask_bits, non_finite, i_first, n * kBlockN + j_lane);
     }
 

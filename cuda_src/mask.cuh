@@ -84,7 +84,7 @@ DEVICE BlockKeys keys_of_block(const Params& p, const Sequence& s, int m_block, 
 // Query blocks in which some row may see a key of block n by its window. First key block that query block m visits, by the
 // same rule: over m and n both, the visited tiles form a band without holes.
 DEVICE Span query_blocks_of(const Sequence& s, int n_block) {
-  Span m = {0, ceil_div(s.q_length, kBlockM)};
+  Span m = {0, n_block * kBlockN < s.k_length ? ceil_div(s.q_length, kBlockM) : 0};
   if constexpr (kHasWindow) {
     const int first = n_block * kBlockN, last = smaller(first + kBlockN, s.k_length) - 1;
     if (s.window_right >= 0) m.begin = larger(0, first - s.diagonal - s.window_right) / kBlockM;
@@ -97,7 +97,7 @@ DEVICE int first_key_block_of(const Sequence& s, int m_block) {
   return 0;
 }
 
-// Rows (of q) that see key j by the window.
+// Rows that see key j by the window.
 DEVICE Span queries_of(const Sequence& s, int j) {
   Span rows = {0, s.q_length};
   if (j >= s.k_length) rows.end = 0;
@@ -189,10 +189,10 @@ DEVICE bool non_finite(u32 pair) {
 }
 DEVICE bool non_finite(U32x4 chunk) { return non_finite(chunk.x) || non_finite(chunk.y) || non_finite(chunk.z) || non_finite(chunk.w); }
 
-// Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns, for the keys (rows) n * 8 + first + e
-// (e < 2), bit 2 n + e where something was zeroed. All threads of the block; in the usual case one pass and one barrier.
-template <class T> DEVICE u32 take_out_non_finite(T tile, int first) {
-  static_assert(T::kRows <= 128, "32 bits a thread");
+// Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns bit c where something of row
+// row_of(c) was zeroed. All threads of the block; in the usual case one pass and one barrier.
+template <int kCount, class T, class RowOf> DEVICE u32 take_out_non_finite(T tile, const RowOf& row_of) {
+  static_assert(kCount <= 32, "32 bits a thread");
   bool found = false;
 #pragma unroll 4
   for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads)
@@ -200,10 +200,10 @@ template <class T> DEVICE u32 take_out_non_finite(T tile, int first) {
   if (!sync_block_or(found)) return 0;
   u32 bits = 0;
 #pragma unroll 1
-  for (int key = 0; key < T::kRows / 4; ++key)
+  for (int c = 0; c < kCount; ++c)
 #pragma unroll 1
     for (int chunk = 0; chunk < T::kChunks; ++chunk)
-      if (non_finite(ld_shared<U32x4>(tile.address((key >> 1) * 8 + first + (key & 1), chunk)))) bits |= 1u << key;
+      if (non_finite(ld_shared<U32x4>(tile.address(row_of(c), chunk)))) bits |= 1u << c;
   sync_block();  // everybody has looked before anything is zeroed
 #pragma unroll 1
   for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads) {

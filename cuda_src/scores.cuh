@@ -116,3 +116,24 @@ DEVICE void drop(float (&p_frag)[kM][kN][4], const Dropout& dropout, int i, int 
       if (words.w < dropout.threshold) p_frag[m][n][3] = 0.f;
     }
 }
+
+// The same for fragments with keys down and queries across: bits[key] >> (2 n + query) & 1 where an element is kept. (i, j) is this
+// thread's first element; i is even. Two lanes 4 apart hold neighbouring keys and need the same calls: each makes one of two.
+template <int kM, int kN> DEVICE void kept_transposed(u32 (&bits)[kM][2], const Dropout& dropout, int i, int j) {
+  const u32 odd = j & 1;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 kept = 0;
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        const U32x4 words = dropout.words(i + n * 8 + odd, j + m * 16 + half * 8);
+        const u32 even_key = (u32)(words.x >= dropout.threshold) | (u32)(words.z >= dropout.threshold) << 2;
+        const u32 odd_key = (u32)(words.y >= dropout.threshold) | (u32)(words.w >= dropout.threshold) << 2;
+        const u32 mine = odd ? odd_key : even_key, theirs = shfl_xor(odd ? even_key : odd_key, 4);
+        kept |= (mine << odd | theirs << (odd ^ 1)) << (2 * n);
+      }
+      bits[m][half] = kept;
+    }
+}

@@ -9,6 +9,7 @@ DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 struct Sequence {
   int batch;
   int q_length, k_length;          // rows of q, keys in use
+  int k_rows;                      // rows of k the tensor has for this sequence, in use or not
   int diagonal;                    // k_length - q_length: row i sits at key i + diagonal (bottom-right alignment)
   int window_left, window_right;   // -1 unlimited
   i64 q_start, k_start;            // first row in the packed tensors; 0 unless varlen
@@ -35,6 +36,7 @@ DEVICE Sequence sequence_of(const Params& p, int batch) {
     s.k_start = begin;
     s.k_length = smaller(larger(end - begin, 0), p.seqlen_k);
   }
+  s.k_rows = s.k_length;
   if (p.seqused_k) s.k_length = smaller(s.k_length, larger(ld_global(p.seqused_k + batch), 0));
   s.diagonal = s.k_length - s.q_length;
   // A window as wide as everything is none; it also keeps i + diagonal + window within 32 bits.

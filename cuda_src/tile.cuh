@@ -17,6 +17,11 @@
 
 constexpr int kThreads = kNumWarps * 32;
 
+// A compile-time flag as an argument.
+template <bool kValue> struct Switch {
+  static constexpr bool kOn = kValue;
+};
+
 template <int kRowCount, int kColumnCount> struct Tile {
   static constexpr int kRows = kRowCount, kColumns = kColumnCount;
   static constexpr int kPitch = kColumns * 2;  // bytes
@@ -75,6 +80,22 @@ DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM]
       st_shared(tile.address(row + m * 16 + g, chunk) + t * 4, pack<kIsBf16>(acc[m][n][0], acc[m][n][1]));
       st_shared(tile.address(row + m * 16 + g + 8, chunk) + t * 4, pack<kIsBf16>(acc[m][n][2], acc[m][n][3]));
     }
+}
+
+// ---- accumulators -> fp32 in global memory, added ----
+
+// dq_accum is private to the kernels, so it lies in the order of the fragments: [16-row block][8-column block][128 floats], the
+// 128 by lane, or by element where only single floats can be added (then 32 lanes still cover 128 bytes).
+DEVICE int fragment_index(int element) {
+  return kHasVectorReduction ? lane_index() * 4 + element : element * 32 + lane_index();
+}
+DEVICE void add_fragment(float* fragment, const float (&c)[4]) {
+  if constexpr (kHasVectorReduction) {
+    red_add_global(fragment + fragment_index(0), F32x4{c[0], c[1], c[2], c[3]});
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) red_add_global(fragment + fragment_index(e), c[e]);
+  }
 }
 
 // ---- tile -> fragments ----

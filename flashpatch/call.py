@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+# The optional tensors of a call, in the order of struct Params.
+TENSORS = (
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "alibi_slopes", "sinks", "rng_state",
+)  # fmt: skip
+_NO_POINTERS = (0,) * len(TENSORS)
+
 
 @dataclass(slots=True)
 class Call:
@@ -32,3 +38,34 @@ class Call:
     cu_seqlens_k: torch.Tensor | None = None  # [batch + 1], int32
     seqused_k: torch.Tensor | None = None  # [batch], int32
     rng_state: torch.Tensor | None = None  # [2], int64: Philox seed and offset
+
+    def is_plain(self) -> bool:
+        """Whether the call has no tensors beside q, k and v."""
+        return (
+            self.cu_seqlens_q is None
+            and self.key_ranges is None
+            and self.mask is None
+            and self.bias is None
+            and self.seqused_k is None
+            and self.alibi_slopes is None
+            and self.sinks is None
+            and self.rng_state is None
+        )
+
+    def pointers(self) -> tuple[int, ...]:
+        """Device addresses of TENSORS, 0 for those that are not given."""
+        if self.is_plain():
+            return _NO_POINTERS
+        tensors = (getattr(self, name) for name in TENSORS)
+        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+    def signature(self) -> tuple:
+        """All that shapes a launch beside q, k and v: scalars, and the layouts of the given tensors."""
+        scalars = (
+            self.softmax_scale, self.max_seqlen_q, self.max_seqlen_k, self.window_left, self.window_right,
+            self.softcap, self.dropout_p, self.deterministic,
+        )  # fmt: skip
+        if self.is_plain():
+            return scalars
+        tensors = (getattr(self, name) for name in TENSORS)
+        return (*scalars, *(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors))

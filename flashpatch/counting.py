@@ -25,8 +25,9 @@ class LayerCounts:
     statuses: dict[str, str] = field(default_factory=dict)  # kernel -> "verified" or "compiled"
     backends: dict[str, str] = field(default_factory=dict)  # kernel -> "gpu" or "emulated"
 
-    def launched(self, plan: Plan) -> None:
+    def launched(self, plan: Plan, copies: int = 0) -> None:
         kernel = plan.config.kernel
+        self.copies += copies
         self.launches[kernel] += 1
         self.statuses[kernel] = plan.status
         self.backends[kernel] = plan.device.backend

@@ -6,6 +6,7 @@ copies arrive only at their wait, shared memory starts as NaN, unordered accesse
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .planning import find
 from .problem import Config, Reason
 
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w")
@@ -71,7 +73,7 @@ class Counters:
 # ---- the compiler ----
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _find_compiler(configured: str | None) -> tuple[str, ...] | None:
     """The command of a C++ compiler: FLASHPATCH_CXX, g++, clang++ or the `ziglang` package, in this order."""
     if configured:
@@ -104,15 +106,14 @@ def available() -> Reason | None:
     return Reason("no_compiler", "no C++ compiler was found; type: apt install g++   or: pip install ziglang")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _signature(compiler: tuple[str, ...]) -> str:
     """What decides the machine code besides the sources: the compiler's version, this CPU, the flags."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     cpu = platform.machine() + platform.processor()
-    try:
-        cpu += next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat")))
-    except (OSError, StopIteration):
-        pass
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu += next(line for line in lines if line.startswith(("flags", "Features")))
     return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS))
 
 
@@ -141,13 +142,12 @@ def constants(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-@functools.lru_cache(maxsize=None)
-def _read_sources(folder: Path) -> dict[str, str]:
+@functools.cache
+def _read_sources(folder: Path | None) -> dict[str, str]:
     """Headers and kernels by name, those in `emulation/` in place of their namesakes."""
-    own = Path(__file__).resolve().parent
-    root = next(path for path in (own / "cuda_src", own.parent / "cuda_src") if path.exists())
+    root = find("cuda_src")
     texts = {}
-    for place in dict.fromkeys((root, folder, root / "emulation")):
+    for place in (root, folder or root, root / "emulation"):
         for path in sorted(place.glob("*.*")):
             if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
                 texts[path.name] = _UNROLL.sub("", path.read_text(encoding="utf-8"))
@@ -155,7 +155,7 @@ def _read_sources(folder: Path) -> dict[str, str]:
 
 
 def _staged(folder: Path | None, patch: Patch | None) -> dict[str, str]:
-    texts = _read_sources(folder or Path(__file__).resolve().parent)
+    texts = _read_sources(folder)
     return {name: patch(name, text) for name, text in texts.items()} if patch else texts
 
 
@@ -251,7 +251,19 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
         for name, text in {**headers, "kernel.cc": unit}.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         shared = ("-shared", "-Wl,-Bsymbolic") if sys.platform != "darwin" else ("-shared",)
-        command = [*compiler, *FLAGS, *KERNEL_FLAGS, *shared, "kernel.cc", "-x", "none", str(machine), "-lm", "-o", "kernel.so"]
+        command = [
+            *compiler,
+            *FLAGS,
+            *KERNEL_FLAGS,
+            *shared,
+            "kernel.cc",
+            "-x",
+            "none",
+            str(machine),
+            "-lm",
+            "-o",
+            "kernel.so",
+        ]
         _run(command, f"{config.kernel} ({config})", folder)
         return Path(folder, "kernel.so")
 
@@ -262,7 +274,12 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
 
 
 class _GlobalRange(ctypes.Structure):
-    _fields_ = [("begin", ctypes.c_uint64), ("end", ctypes.c_uint64), ("name", ctypes.c_char_p), ("writable", ctypes.c_uint32)]
+    _fields_ = [
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("writable", ctypes.c_uint32),
+    ]
 
 
 class _Failure(ctypes.Structure):
@@ -286,7 +303,8 @@ class _Library:
         self.lock = threading.Lock()
         self.c = ctypes.CDLL(str(path))
         u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-        self.c.flashpatch_launch.argtypes = [pointer, ctypes.c_char_p, u32, u32, u32, u32, u64, pointer, u32, ctypes.c_double]
+        launch = (pointer, ctypes.c_char_p, u32, u32, u32, u32, u64, pointer, u32, ctypes.c_int, ctypes.c_double)
+        self.c.flashpatch_launch.argtypes = launch
         self.c.flashpatch_failure.restype = ctypes.POINTER(_Failure)
         self.c.flashpatch_records.argtypes = [ctypes.POINTER(ctypes.POINTER(_Record))]
 
@@ -334,14 +352,29 @@ class Kernel:
         library = self._library
         with library.lock:
             failed = library.c.flashpatch_launch(
-                enter, params, len(params), grid, block_threads, shared_memory, self.seed, ranges, len(tensors), limit
+                enter,
+                params,
+                len(params),
+                grid,
+                block_threads,
+                shared_memory,
+                self.seed,
+                ranges,
+                len(tensors),
+                self.config.deterministic,
+                limit,
             )
             self.last = library.counters()
             failure = library.c.flashpatch_failure().contents
             if failed:
                 site = f"{failure.file.decode()}:{failure.line}" if failure.file else ""
                 raise EmulationError(
-                    self.config.kernel, entry, failure.block, failure.thread, site, failure.text.decode(errors="replace")
+                    self.config.kernel,
+                    entry,
+                    failure.block,
+                    failure.thread,
+                    site,
+                    failure.text.decode(errors="replace"),
                 )
 
     def _entry(self, entry: str, params: bytes) -> tuple[ctypes.c_void_p, bytes]:

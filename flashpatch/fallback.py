@@ -57,10 +57,11 @@ def _without_autograd_and_autocast(function):
     @functools.wraps(function)
     def wrapped(tensor, *args):
         with torch.no_grad():
-            if not torch.is_autocast_enabled(tensor.device.type):
+            kind = tensor.device.type
+            if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
                 return function(tensor, *args)
             # Autocast would round the fp32 products back to 16 bits.
-            with torch.autocast(tensor.device.type, enabled=False):
+            with torch.autocast(kind, enabled=False):
                 return function(tensor, *args)
 
     return wrapped
@@ -228,17 +229,20 @@ class _Work:
         self.keep_scale = None
         if call.dropout_p > 0.0:
             self.keep_scale = 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 0.0
+        self.no_keys = self.seqlen_k == 0 or (self.varlen and call.cu_seqlens_q.numel() == 1)
         self._set_bounds()
         self.masked = self.begin is not None or self.end is not None or self.mask is not None
         # Whether a row's running maximum can be -inf. Not where all rows see the first key; a bias of -inf hides keys too.
         only_end = not self.varlen and call.seqused_k is None and self.begin is None and self.mask is None
         first_key_seen = only_end and self.seqlen_k - self.seqlen_q + call.window_right >= 0
-        self.rows_may_be_empty = self.bias is not None or (self.masked and not first_key_seen)
+        self.rows_may_be_empty = self.no_keys or self.bias is not None or (self.masked and not first_key_seen)
 
     def _set_bounds(self):
         """Sets `begin`, `end` (None: no limit) and `diagonal` (None: unused), int64 [batch or 1, seqlen_q, 1]."""
         call = self.call
         self.begin = self.end = self.diagonal = None
+        if self.no_keys:
+            return
         needs_diagonal = call.window_left >= 0 or call.window_right >= 0 or call.alibi_slopes is not None
         if not (self.varlen or needs_diagonal or call.seqused_k is not None or call.key_ranges is not None):
             return
@@ -253,7 +257,7 @@ class _Work:
             sequence = torch.searchsorted(starts_q[1:], rows, right=True)
             # Rows after the last sequence belong to none: they see nothing.
             outside = sequence == lengths_q.numel()
-            self.sequence = sequence.clamp_(max=max(0, lengths_q.numel() - 1))
+            self.sequence = sequence.clamp_(max=lengths_q.numel() - 1)
             rows = rows - starts_q[self.sequence]
             self.row_in_sequence, self.key_start = rows, starts_k[self.sequence]
             length_q, length_k = lengths_q[self.sequence], lengths_k[self.sequence].masked_fill_(outside, 0)
@@ -302,6 +306,8 @@ class _Work:
 
     def key_tiles(self, m0, m1):
         """(n0, n1) of each tile of keys that rows m0..m1 can see, as far as the host can know."""
+        if self.no_keys:
+            return
         call, n0, end = self.call, 0, self.seqlen_k
         if not self.varlen:
             shift = self.seqlen_k - self.seqlen_q
@@ -410,7 +416,7 @@ class _Work:
                 hidden = columns >= self.of_rows(self.end, m0, m1)
             if self.begin is not None:
                 before = columns < self.of_rows(self.begin, m0, m1)
-                hidden = before if hidden is None else hidden.logical_or_(before)
+                hidden = before if hidden is None else before | hidden
         if self.mask is not None:
             masked = ~self.attached(self.mask, m0, m1, n0, n1)
             hidden = masked if hidden is None else masked | hidden

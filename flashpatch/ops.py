@@ -1,25 +1,18 @@
 """The operators `flashpatch::attention_forward` and `attention_backward`, and `attention`, the public call.
 
-Everything that must not be traced (planning, counting, warning, falling back) happens inside the operators' bodies:
-`torch.compile` sees one opaque node with a shape function, a backward and an autocast rule.
+Everything that must not be traced (planning, counting, warning, falling back) happens in `execution`, inside the
+operators' bodies: `torch.compile` sees one opaque node with a shape function, a backward and an autocast rule. A plain
+eager call goes straight to the bodies; the dispatcher's way there costs as much as the launch.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from . import fallback, launcher, planning
+from . import execution
 from .arguments import check
 from .call import Call
-from .compiler import CompileError
-from .counting import DIRECT, layers, record_call, record_decline
-from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
-
-_DTYPE_NAMES = {
-    torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
-}  # fmt: skip
+from .counting import DIRECT
 
 _CALL_SCHEMA = (
     "Tensor? bias, Tensor? mask, Tensor? key_ranges, Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, "
@@ -37,169 +30,75 @@ _forward_op = torch.ops.flashpatch.attention_forward.default
 _backward_op = torch.ops.flashpatch.attention_backward.default
 
 
-# ---- deciding ----
-
-_plans: dict[tuple, Plan | Decline] = {}
-_failed: dict[tuple, Decline] = {}
+# ---- Call <-> the operators' flat arguments ----
 
 
-def _decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
-    """The cached Plan or Decline of a call; the key is plain ints, strings and bools."""
-    device = q.device
-    emulate = device.type == "cpu" and os.environ.get("FLASHPATCH_EMULATE") == "1"
-    causal = call.window_right == 0
-    key = (
-        direction, q.dtype, q.shape[-1], v.shape[-1], q.shape[-2] == k.shape[-2], causal,
-        call.window_left >= 0 or call.window_right > 0, call.cu_seqlens_q is None, call.seqused_k is None,
-        call.key_ranges is None, call.mask is None, call.bias is None, call.alibi_slopes is None, call.sinks is None,
-        call.softcap == 0.0, call.dropout_p == 0.0, call.deterministic,
-        device.index if device.type == "cuda" else emulate,
+def _flat(call: Call) -> tuple:
+    """A Call in the order of _CALL_SCHEMA, without strict and layer."""
+    return (
+        call.bias, call.mask, call.key_ranges, call.alibi_slopes, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k,
+        call.seqused_k, call.rng_state, call.max_seqlen_q, call.max_seqlen_k, call.softmax_scale, call.window_left,
+        call.window_right, call.softcap, call.dropout_p, call.deterministic,
     )  # fmt: skip
-    decision = _plans.get(key)
-    if decision is None:
-        problem = Problem(
-            direction, _DTYPE_NAMES.get(q.dtype, str(q.dtype)), q.shape[-1], v.shape[-1], features(q, k, v, call)
-        )
-        decision = _plans[key] = _resolve(problem, device, emulate)
-    return decision
 
 
-def features(q, k, v, call: Call) -> frozenset[str]:
-    """What a call asks for beyond plain attention, in the words of compat_matrix.yaml."""
-    asked = {
-        "causal": call.window_right == 0,
-        "window": call.window_left >= 0 or call.window_right > 0,
-        "gqa": q.shape[-2] != k.shape[-2],
-        "unequal_head_dims": q.shape[-1] != v.shape[-1],
-        "varlen": call.cu_seqlens_q is not None,
-        "seqused_k": call.seqused_k is not None,
-        "key_ranges": call.key_ranges is not None,
-        "mask": call.mask is not None,
-        "bias": call.bias is not None,
-        "alibi": call.alibi_slopes is not None,
-        "sinks": call.sinks is not None,
-        "softcap": call.softcap != 0.0,
-        "dropout": call.dropout_p != 0.0,
-        "deterministic": call.deterministic,
-    }
-    return frozenset(name for name, wanted in asked.items() if wanted)
+def _call_of(bias, mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state,
+             max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap, dropout_p,
+             deterministic) -> Call:  # fmt: skip
+    return Call(
+        softmax_scale, max_seqlen_q, max_seqlen_k, window_left, window_right, softcap, dropout_p, deterministic, bias,
+        mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state,
+    )  # fmt: skip
 
 
-def _resolve(problem: Problem, device: torch.device, emulate: bool) -> Plan | Decline:
-    target = device_of(device, emulate)
-    if isinstance(target, Reason):
-        return Decline(problem, (target,))
-    reason = launcher.unavailable(target.backend)
-    if reason is not None:
-        return Decline(problem, (reason,))
-    return planning.resolve(problem, target)
-
-
-def device_of(device: torch.device, emulate: bool = False) -> Device | Reason:
-    """The planner's Device behind a torch device, or why no kernel can run there."""
-    if device.type == "cuda" and torch.version.cuda:
-        facts = torch.cuda.get_device_properties(device)
-        return planning.device_for(
-            (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
-            multiprocessors=facts.multi_processor_count, index=device.index or 0,
-        )  # fmt: skip
-    if emulate:
-        return planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
-    return Reason("no_gpu", f"the tensors are on {device.type}; kernels run on NVIDIA GPUs")
-
-
-def clear_plans() -> None:
-    """Forget every decision (after an environment variable changed, in tests)."""
-    _plans.clear()
+def _expanded(call: Call, q, k) -> Call:
+    """The Call as the layers below take it: broadcasts expanded by stride 0, windows that hide nothing dropped."""
+    if call.window_left >= call.max_seqlen_k - 1:
+        call.window_left = -1
+    if call.window_right >= call.max_seqlen_q - 1:
+        call.window_right = -1
+    if call.is_plain():
+        return call
+    if call.alibi_slopes is not None:
+        batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+        call.alibi_slopes = call.alibi_slopes.float().expand(batch, q.shape[-2])
+    if call.sinks is not None:
+        call.sinks = call.sinks.float()
+    if q.dim() == 4:
+        batch, seqlen_q, heads, _ = q.shape
+        shape = (batch, heads, seqlen_q, k.shape[1])
+        if call.bias is not None:
+            call.bias = call.bias.to(q.dtype).expand(shape)
+        if call.mask is not None:
+            call.mask = call.mask.expand(shape)
+        if call.key_ranges is not None:
+            call.key_ranges = call.key_ranges.expand(batch, seqlen_q, 2)
+    return call
 
 
 # ---- the operators' bodies ----
 
 
-def _call(bias, mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, max_seqlen_q,
-          max_seqlen_k, softmax_scale, window_left, window_right, softcap, dropout_p, deterministic, q,
-          k) -> Call:  # fmt: skip
-    """The Call the layers below trust: broadcasts expanded by stride 0, windows that hide nothing dropped."""
-    if window_left >= max_seqlen_k - 1 >= 0:
-        window_left = -1
-    if window_right >= max_seqlen_q - 1 and (cu_seqlens_q is None or window_right > 0):
-        window_right = -1
-    if q.dim() == 4:
-        batch, seqlen_q, heads, _ = q.shape
-        shape = (batch, heads, seqlen_q, k.shape[1])
-        if bias is not None:
-            bias = bias.expand(shape)
-        if mask is not None:
-            mask = mask.expand(shape)
-        if key_ranges is not None:
-            key_ranges = key_ranges.expand(batch, seqlen_q, 2)
-        if alibi_slopes is not None:
-            alibi_slopes = alibi_slopes.expand(batch, heads)
-    elif alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.expand(cu_seqlens_q.shape[0] - 1, q.shape[1])
-    return Call(
-        softmax_scale, max_seqlen_q, max_seqlen_k, window_left, window_right, softcap, dropout_p, deterministic,
-        bias, mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state,
-    )  # fmt: skip
-
-
-def _attention_forward(q, k, v, *arguments):
+def _forward_body(q, k, v, *arguments):
     *arguments, strict, layer = arguments
-    call = _call(*arguments, q, k)
-    counts = layers[layer]
-    record_call(counts)
-    decision = _decide("forward", q, k, v, call)
-    if decision.__class__ is Plan:
-        try:
-            out, logsumexp, copies = launcher.forward(decision, q, k, v, call)
-            counts.copies += copies
-            counts.launched(decision)
-            return out, logsumexp
-        except CompileError as error:
-            decision = _remember(decision, error)
-    _declined(decision, layer, strict)
-    return fallback.forward(q, k, v, call)
+    return execution.forward(q, k, v, _expanded(_call_of(*arguments), q, k), layer, strict)
 
 
-def _attention_backward(dout, dlogsumexp, q, k, v, out, logsumexp, *arguments):
+def _backward_body(dout, dlogsumexp, q, k, v, out, logsumexp, *arguments):
     *arguments, strict, layer = arguments
-    call = _call(*arguments, q, k)
-    counts = layers[layer]
-    decision = _decide("backward", q, k, v, call)
-    gradients = None
-    if decision.__class__ is Plan:
-        try:
-            *gradients, copies = launcher.backward(decision, dout, dlogsumexp, q, k, v, out, logsumexp, call)
-            counts.copies += copies
-            counts.launched(decision)
-        except CompileError as error:
-            decision = _remember(decision, error)
-    if gradients is None:
-        _declined(decision, layer, strict)
-        gradients = fallback.backward(dout, dlogsumexp, q, k, v, out, logsumexp, call)
-    dq, dk, dv, dbias, dsinks = gradients
+    call = _expanded(_call_of(*arguments), q, k)
+    gradients = execution.backward(dout, dlogsumexp, q, k, v, out, logsumexp, call, layer, strict)
     bias, sinks = arguments[0], arguments[4]
-    return (
-        dq, dk, dv,
-        q.new_empty(0) if bias is None else dbias.sum_to_size(bias.shape).to(bias.dtype),
-        q.new_empty(0) if sinks is None else dsinks.to(sinks.dtype),
-    )  # fmt: skip
+    # an operator returns tensors only: empty ones stand for gradients nobody asked for
+    dbias, dsinks = (
+        q.new_empty(0) if wanted is None else _like(gradient, wanted)
+        for gradient, wanted in zip(gradients[3:], (bias, sinks), strict=True)
+    )
+    return *gradients[:3], dbias, dsinks
 
 
-def _remember(plan: Plan, error: CompileError) -> Decline:
-    """A kernel that cannot be built or loaded here is a decline from now on, never tried again per call."""
-    decline = Decline(plan.problem, (error.reason,))
-    for key, decision in _plans.items():
-        if decision is plan:
-            _plans[key] = decline
-    return decline
-
-
-def _declined(decline: Decline, layer: int, strict: bool) -> None:
-    if strict or os.environ.get("FLASHPATCH_STRICT") == "1":
-        raise DeclinedError(decline)
-    for reason in decline.reasons:
-        record_decline(layer, reason)
+def _like(gradient: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return gradient.sum_to_size(wanted.shape).to(wanted.dtype)
 
 
 def _fake_forward(q, k, v, *arguments):
@@ -222,33 +121,45 @@ def _fake_backward(dout, dlogsumexp, q, k, v, out, logsumexp, *arguments):
 
 
 class _Attention(torch.autograd.Function):
+    """Saves q, k, v, out and logsumexp; the backward recomputes the scores (FlashAttention-2, Algorithm 2).
+
+    `traced` says whether the bodies are reached through the operators, so that a tracer sees them. bias and sinks are
+    arguments of their own because they get gradients.
+    """
+
     @staticmethod
-    def forward(ctx, q, k, v, *arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, logsumexp = _forward_op(q, k, v, *arguments)
-        ctx.save_for_backward(q, k, v, out, logsumexp, *arguments[:9])
-        ctx.scalars = arguments[9:]
+    def forward(ctx, q, k, v, bias, sinks, call, layer, strict, traced, key):
+        if traced:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, logsumexp = _forward_op(q, k, v, *_flat(call), strict, layer)
+        else:
+            out, logsumexp = execution.forward(q, k, v, call, layer, strict, key)
+        ctx.save_for_backward(q, k, v, out, logsumexp, bias, sinks)
+        ctx.call, ctx.layer, ctx.strict, ctx.traced = call, layer, strict, traced
         ctx.set_materialize_grads(False)
         return out, logsumexp
 
     @staticmethod
     def backward(ctx, dout, dlogsumexp):
-        q, k, v, out, logsumexp, *tensors = ctx.saved_tensors
+        q, k, v, out, logsumexp, bias, sinks = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
+        inputs = (dout, dlogsumexp, q, k, v, out, logsumexp)
         with torch.no_grad():
-            gradients = _backward_op(dout, dlogsumexp, q, k, v, out, logsumexp, *tensors, *ctx.scalars)
-        if torch.is_grad_enabled():
-            gradients = _OnceDifferentiable.apply(*gradients, q, k, v, dout, tensors[0], tensors[4])
+            if ctx.traced:
+                gradients = _backward_op(*inputs, *_flat(ctx.call), ctx.strict, ctx.layer)
+            else:
+                gradients = execution.backward(*inputs, ctx.call, ctx.layer, ctx.strict)
         dq, dk, dv, dbias, dsinks = gradients
-        others = [None] * (len(tensors) + len(ctx.scalars))
-        others[0] = dbias if tensors[0] is not None else None
-        others[4] = dsinks if tensors[4] is not None else None
-        return dq, dk, dv, *others
+        dbias = None if bias is None else _like(dbias, bias)
+        dsinks = None if sinks is None else _like(dsinks, sinks)
+        if torch.is_grad_enabled():
+            dq, dk, dv, dbias, dsinks = _OnceDifferentiable.apply(dq, dk, dv, dbias, dsinks, q, k, v, dout, bias, sinks)
+        return dq, dk, dv, dbias, dsinks, None, None, None, None, None
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The five gradients as they are, tied to what they depend on: differentiating them raises instead of giving zero."""
+    """The five gradients as they are, tied to what they depend on: differentiating them raises instead of giving 0."""
 
     @staticmethod
     def forward(ctx, *gradients_and_inputs):
@@ -262,11 +173,21 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
+def _needs_gradient(q, k, v, call: Call) -> bool:
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (call.bias is not None and call.bias.requires_grad)
+        or (call.sinks is not None and call.sinks.requires_grad)
+    )
+
+
 def _autograd_forward(q, k, v, *arguments):
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (q, k, v, arguments[0], arguments[4])
-    ):
-        return _Attention.apply(q, k, v, *arguments)
+    *flat, strict, layer = arguments
+    call = _call_of(*flat)
+    if _needs_gradient(q, k, v, call):
+        return _Attention.apply(q, k, v, call.bias, call.sinks, call, layer, strict, True, None)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(q, k, v, *arguments)
 
@@ -288,8 +209,8 @@ def _autocast_forward(device_type: str):
 
 
 for _key in ("CUDA", "CPU"):
-    _library.impl("attention_forward", _attention_forward, _key)
-    _library.impl("attention_backward", _attention_backward, _key)
+    _library.impl("attention_forward", _forward_body, _key)
+    _library.impl("attention_backward", _backward_body, _key)
     _library.impl("attention_forward", _autocast_forward(_key.lower()), f"Autocast{_key}")
 _library.impl("attention_forward", _autograd_forward, "Autograd")
 torch.library.register_fake("flashpatch::attention_forward", _fake_forward, lib=_library)
@@ -359,45 +280,80 @@ def attention(
         ValueError, TypeError: arguments that contradict each other, each named.
         DeclinedError: no kernel takes the call and `on_decline="error"`; every reason at once.
     """
-    problems = check(
-        q, k, v, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
+    arguments = dict(
+        window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k,
         on_decline=on_decline,
     )  # fmt: skip
-    if problems:
-        raise ValueError("flashpatch.attention: " + "; ".join(problems))
+    _require_sound(q, k, v, arguments)
     left, right = window_size
     call = Call(
         q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
         q.shape[-3] if max_seqlen_q is None else max_seqlen_q,
         k.shape[-3] if max_seqlen_k is None else max_seqlen_k,
         left, 0 if causal else right, float(softcap), float(dropout_p), deterministic,
-        _four_dimensional(bias), _four_dimensional(mask), key_ranges,
-        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k,
+        _four_dimensional(bias), _four_dimensional(mask), key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k,
+        seqused_k,
     )  # fmt: skip
     out, logsumexp = attend(q, k, v, call, DIRECT, strict=on_decline == "error")
     return (out, logsumexp) if return_logsumexp else out
 
 
+_sound: set[tuple] = set()  # plain arguments that were checked and found right
+_MOST_SOUND = 4096
+
+
+def _require_sound(q, k, v, arguments: dict) -> None:
+    """Raise ValueError with everything wrong about the arguments. Arguments without values to look at are checked once."""
+    key = None
+    if not torch.compiler.is_compiling():
+        try:
+            key = (
+                q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, *arguments.values(),
+            )  # fmt: skip
+            if key in _sound:
+                return
+        except (AttributeError, TypeError):
+            key = None  # not tensors, or not hashable: check has the words
+    if problems := check(q, k, v, **arguments):
+        raise ValueError("flashpatch.attention: " + "; ".join(problems))
+    if key is not None and not any(isinstance(value, torch.Tensor) for value in arguments.values()):
+        if len(_sound) >= _MOST_SOUND:
+            _sound.clear()
+        _sound.add(key)
+
+
+def _is_eager(q: torch.Tensor) -> bool:
+    """Whether nobody traces, transforms or casts: then the operators' bodies can be called directly."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(q) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled(q.device.type)
+    )
+
+
 def attend(q, k, v, call: Call, layer: int, strict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """One checked call through the operator, counted under `layer`. Returns (out, logsumexp); shapes as in `attention`.
 
-    Broadcastable masks and biases need four dimensions and are expanded inside. Dropout draws its seed here.
+    Broadcastable masks and biases have four dimensions and are expanded inside. Dropout draws its seed here.
     """
-    rng_state = call.rng_state
-    if call.dropout_p > 0.0 and rng_state is None:
-        rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
-    dtype = q.dtype
-    if k.dtype != dtype or v.dtype != dtype:
+    if call.dropout_p > 0.0 and call.rng_state is None:
+        call.rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+    if not call.deterministic and torch.are_deterministic_algorithms_enabled():
+        call.deterministic = True
+    if k.dtype != q.dtype or v.dtype != q.dtype:
         q, k, v = _common_dtype(q, k, v)
-    out, logsumexp = _forward_op(
-        q, k, v, call.bias, call.mask, call.key_ranges, call.alibi_slopes, call.sinks, call.cu_seqlens_q,
-        call.cu_seqlens_k, call.seqused_k, rng_state, call.max_seqlen_q, call.max_seqlen_k, call.softmax_scale,
-        call.window_left, call.window_right, call.softcap, call.dropout_p,
-        call.deterministic or torch.are_deterministic_algorithms_enabled(), strict, layer,
-    )  # fmt: skip
-    return out, logsumexp
+    if not _is_eager(q):
+        return _forward_op(q, k, v, *_flat(call), strict, layer)
+    bias, sinks, needs_gradient = call.bias, call.sinks, _needs_gradient(q, k, v, call)
+    with torch.no_grad():
+        call = _expanded(call, q, k)
+    if needs_gradient:
+        return _Attention.apply(q, k, v, bias, sinks, call, layer, strict, False, None)
+    return execution.forward(q, k, v, call, layer, strict)
 
 
 def _common_dtype(q, k, v):

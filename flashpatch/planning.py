@@ -350,7 +350,12 @@ def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
     if config.kernel == "forward_sm80":
-        return 2 * (m * d + stages * n * (d + dv))
+        tiles = 2 * (m * d + stages * n * (d + dv))
+        return max(tiles, 2 * m * dv) + 16 * config.num_warps
     if config.kernel == "backward_sm80":
-        return 2 * (stages * m * (d + dv) + n * (d + dv) + 2 * m * n)
+        split = config.num_warps * 16 > n
+        tiles = 2 * (n * (d + dv) + stages * m * (d + dv) + n * m * (2 if split else 1))
+        return tiles + 8 * m + (8 * m if config.has_key_ranges else 0)
+    if config.kernel == "backward_dq":
+        return 2 * m * d
     return 0

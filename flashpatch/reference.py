@@ -97,7 +97,8 @@ def attention(
         j = torch.arange(length_k, device=q.device)[None, :]
         relative = j - (i + length_k - length_q)  # 0 on the bottom-right aligned diagonal, positive in the future
         if alibi_slopes is not None:
-            scores = scores - (alibi_slopes[b][:, None, None] * relative.abs()).to(scores.dtype)
+            slopes = alibi_slopes[b].to(softmax_dtype)[:, None, None]
+            scores = scores - (slopes * relative.abs()).to(scores.dtype)
         visible = torch.ones(num_heads, length_q, length_k, dtype=torch.bool, device=q.device)
         if causal:
             visible = visible & (relative <= 0)
@@ -132,10 +133,11 @@ def attention(
         logsumexps.append(logsumexp)
 
     if cu_seqlens_q is not None:
-        # Rows after the last sequence belong to none.
+        # Rows after the last sequence belong to none and see nothing but the sink.
         rest = q[starts_q[-1] :]
         outs.append(rest.new_zeros(len(rest), num_heads, v.shape[-1]))
-        logsumexps.append(rest.new_full((num_heads, len(rest)), -math.inf, dtype=softmax_dtype))
+        logsumexp = rest.new_full((num_heads, len(rest)), -math.inf, dtype=softmax_dtype)
+        logsumexps.append(logsumexp if sinks is None else sinks.to(softmax_dtype)[:, None].expand_as(logsumexp))
         return torch.cat(outs), torch.cat(logsumexps, dim=1)
     if batch == 0:
         out = q.new_zeros(0, seqlen_q, num_heads, v.shape[-1])

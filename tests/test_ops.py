@@ -9,7 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashpatch
-from flashpatch import counting, ops, reference
+from flashpatch import counting, execution, ops, reference
+from flashpatch.call import Call
 from flashpatch.problem import DeclinedError
 
 
@@ -59,7 +60,7 @@ def test_opcheck(case):
     changes = {"causal": {"window_right": 0}, "bias-sinks": {
         "bias": torch.randn(1, 4, 9, 9, requires_grad=True), "sinks": torch.randn(4, requires_grad=True),
     }}.get(case, {})  # fmt: skip
-    torch.library.opcheck(torch.ops.flashpatch.attention_forward.default, arguments(q, k, v, **changes))
+    torch.library.opcheck(ops._forward_op, arguments(q, k, v, **changes))
 
 
 def test_gradients_equal_the_reference():
@@ -248,5 +249,5 @@ def test_an_unknown_keyword_is_named():
 
 def test_features_name_what_is_asked():
     q, k, v = qkv()
-    call = ops.Call(0.25, 9, 9, window_left=3, window_right=0, softcap=2.0)
-    assert ops.features(q, k, v, call) == {"causal", "window", "gqa", "softcap"}
+    call = Call(0.25, 9, 9, window_left=3, window_right=0, softcap=2.0)
+    assert execution.features(q, k, v, call) == {"causal", "window", "gqa", "softcap"}

@@ -43,7 +43,7 @@ u64 deadline_in(double seconds) {
 // Runs a whole grid. 0: done; 1: failed, see flashpatch_failure. At most 4096 bytes of params, as CUDA has it.
 EXPORT int flashpatch_launch(void (*entry)(const void*), const void* params, unsigned params_bytes, unsigned grid,
                              unsigned threads, unsigned shared_bytes, unsigned long long seed, const emulation::GlobalRange* ranges,
-                             unsigned num_ranges, double time_limit) {
+                             unsigned num_ranges, int ordered_additions, double time_limit) {
   using namespace emulation;
   machine.failed = false;
   machine.entry = entry;
@@ -53,6 +53,7 @@ EXPORT int flashpatch_launch(void (*entry)(const void*), const void* params, uns
   machine.grid = grid;
   machine.ranges = machine.last_range = ranges;
   machine.num_ranges = num_ranges;
+  machine.ordered_additions = ordered_additions != 0;
   machine.random = seed * 0x9e3779b97f4a7c15ull;
   machine.deadline = deadline_in(time_limit);
   reset_records();
@@ -65,6 +66,7 @@ EXPORT int flashpatch_launch(void (*entry)(const void*), const void* params, uns
   for (Thread& thread : machine.threads) thread.copies.clear();
   order_begin_launch();
   banks_begin_launch();
+  global_begin_launch();
   for (u32 block = 0; block < grid && !machine.failed; ++block) run_block(block);
   return machine.failed;
 }

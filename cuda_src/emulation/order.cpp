@@ -213,4 +213,14 @@ void order_join(const u32* threads, u32 count) {
   }
 }
 
+u32 order_clock(u32 thread) { return clock_of(thread); }
+
+bool order_knows(u32 thread, u32 other, u32 time) { return row(thread)[other] >= time; }
+
+std::vector<u32> order_release(u32 thread) {
+  std::vector<u32> snapshot(row(thread), row(thread) + machine.num_threads);
+  ++clock_of(thread);
+  return snapshot;
+}
+
 }  // namespace emulation

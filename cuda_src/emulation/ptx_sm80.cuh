@@ -58,7 +58,7 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address, SITE) { emulation::ldmat
 // ---- global memory ----
 template <class T> DEVICE T ld_global(const T* pointer, SITE) {
   T value;
-  __builtin_memcpy(&value, emulation::global_read("ld_global", pointer, sizeof(T), site), sizeof(T));
+  __builtin_memcpy(&value, emulation::global_read_only("ld_global", pointer, sizeof(T), site), sizeof(T));
   return value;
 }
 template <class T> DEVICE T ld_global_coherent(const T* pointer, SITE) {
@@ -70,19 +70,16 @@ template <class T> DEVICE void st_global(T* pointer, T value, SITE) {
   __builtin_memcpy(emulation::global_write("st_global", pointer, sizeof(T), site), &value, sizeof(T));
 }
 DEVICE void red_add_global(float* pointer, float value, SITE) {
-  *reinterpret_cast<float*>(emulation::global_write("red_add_global", pointer, 4, site)) += value;
+  *emulation::global_add("red_add_global", pointer, 4, site) += value;
 }
 constexpr bool kHasVectorReduction = true;
 DEVICE void red_add_global(float* pointer, F32x4 v, SITE) {
-  float* sum = reinterpret_cast<float*>(emulation::global_write("red_add_global", pointer, 16, site));
+  float* sum = emulation::global_add("red_add_global", pointer, 16, site);
   sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
 }
-DEVICE i32 ld_acquire_global(const i32* pointer, SITE) {
-  emulation::poll("ld_acquire_global", pointer, site);
-  return *reinterpret_cast<const i32*>(emulation::global_read("ld_acquire_global", pointer, 4, site));
-}
+DEVICE i32 ld_acquire_global(const i32* pointer, SITE) { return emulation::global_acquire("ld_acquire_global", pointer, site); }
 DEVICE void red_release_add_global(i32* pointer, i32 value, SITE) {
-  *reinterpret_cast<i32*>(emulation::global_write("red_release_add_global", pointer, 4, site)) += value;
+  emulation::global_release_add("red_release_add_global", pointer, value, site);
 }
 DEVICE void fence_global() {}
 

@@ -57,6 +57,7 @@ struct Machine {
   const GlobalRange* ranges;
   u32 num_ranges;
   const GlobalRange* last_range;
+  bool ordered_additions;  // deterministic kernels: additions to the same word need an order
   u64 random;  // state of the shuffle; 0: warps take turns
   // The block.
   std::vector<Thread> threads;
@@ -122,6 +123,13 @@ void order_write(const char* instruction, u16 index, u32 address, u32 bytes, Sit
 void order_issue(const char* instruction, u16 index, u32 address, u32 bytes, Site site);
 void order_land(u32 thread, u32 address, u32 bytes);
 void order_join(const u32* threads, u32 count);
+u32 order_clock(u32 thread);
+bool order_knows(u32 thread, u32 other, u32 time);  // is what `other` did up to `time` ordered before `thread`'s next access?
+std::vector<u32> order_release(u32 thread);         // what it knows; its later accesses are not part of that
+
+// ---- global memory (global_memory.cpp) ----
+void global_begin_launch();
+void global_source(const char* instruction, const void* pointer, u32 bytes, Site site);
 
 // ---- bank conflicts (banks.cpp) ----
 void banks_begin_launch();

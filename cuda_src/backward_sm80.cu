@@ -1,0 +1,338 @@
+// Attention backward: dk and dv of one block of kBlockN keys per CTA, and its part of dq, added to dq_accum in fp32.
+// Assumes backward_delta has run, unit last strides, 16-byte aligned rows, head_dim and head_dim_v multiples of 8.
+// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to dq_accum and dbias.
+// Grid: n_blocks * num_heads_kv * batch. A CTA goes through the query heads of its group and their query blocks, so dk and dv
+// need no atomics. The scores are computed transposed, S^T = K Q^T: a warp owns 16 kKeyFrags keys, and its P^T and dS^T are
+// A fragments of dV = P^T dO and dK = dS^T Q as they are. Only dS^T goes through shared memory, for dQ = dS K.
+// Where dK and dV of 16 keys do not fit a warp's registers (kSplit = 2), two warps share the keys: each computes half of the
+// queries' columns of S^T, P^T goes through shared memory too, and each keeps half of the columns of dK and dV.
+#include "scores.cuh"
+
+using KTile = Tile<kBlockN, kHeadDim>;
+using VTile = Tile<kBlockN, kHeadDimV>;
+using QTile = Tile<kBlockM, kHeadDim>;
+using DoutTile = Tile<kBlockM, kHeadDimV>;
+using ScoreTile = Tile<kBlockN, kBlockM>;  // dS^T, P^T
+
+constexpr int kSplit = kNumWarps * 16 > kBlockN ? kNumWarps * 16 / kBlockN : 1;
+constexpr int kKeyFrags = kBlockN * kSplit / (kNumWarps * 16);  // of 16 keys, per warp
+constexpr int kQueryFrags = kBlockM / 8 / kSplit;               // of 8 queries, per warp
+constexpr int kDkFrags = kHeadDim / 8 / kSplit, kDvFrags = kHeadDimV / 8 / kSplit;
+static_assert(kBlockN % 16 == 0 && kKeyFrags * kNumWarps * 16 == kBlockN * kSplit && kKeyFrags >= 1, "warps share out the keys evenly");
+static_assert(kQueryFrags % 2 == 0 && kQueryFrags <= 16 && kDkFrags % 2 == 0 && kDvFrags % 2 == 0, "fragments come in pairs");
+
+// dQ [kBlockM, kHeadDim] is dealt out to kDqWarpsM x kDqWarpsN warps: 32 rows each where the columns allow it, for then every
+// fragment of K read serves two products.
+constexpr bool dq_fits(int warps_m) {
+  return warps_m > 0 && kNumWarps % warps_m == 0 && kBlockM % (16 * warps_m) == 0 && kHeadDim / 16 % (kNumWarps / warps_m) == 0;
+}
+constexpr int kDqWarpsM = dq_fits(kBlockM / 32) ? kBlockM / 32 : dq_fits(kBlockM / 16) ? kBlockM / 16 : kNumWarps;
+constexpr int kDqWarpsN = kNumWarps / kDqWarpsM;
+constexpr int kDqRowFrags = kBlockM / 16 / kDqWarpsM, kDqColumnFrags = kHeadDim / 8 / kDqWarpsN;
+static_assert(dq_fits(kDqWarpsM), "warps share out dQ evenly");
+
+// Shared memory: K | V (later dK | dV) | Q stages | dO stages | dS^T | P^T (kSplit 2) | statistics of the query block
+constexpr int kVOffset = KTile::kBytes, kQOffset = kVOffset + VTile::kBytes;
+constexpr int kDoutOffset = kQOffset + kNumStages * QTile::kBytes;
+constexpr int kDsOffset = kDoutOffset + kNumStages * DoutTile::kBytes;
+constexpr int kPOffset = kDsOffset + ScoreTile::kBytes;
+constexpr int kLogsumexpOffset = kPOffset + (kSplit > 1 ? ScoreTile::kBytes : 0);
+constexpr int kDeltaOffset = kLogsumexpOffset + kBlockM * 4, kRangesOffset = kDeltaOffset + kBlockM * 4;
+constexpr int kSharedMemory = kRangesOffset + (kHasKeyRanges ? kBlockM * 8 : 0);
+static_assert(kBlockM <= kThreads, "one thread a row of statistics");
+
+struct QueryBlock {
+  int head, m_block;  // head within the group
+};
+
+KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
+  const Position position = position_of(block_index(), p.n_blocks, p.num_heads_kv);
+  const int n_block = position.block, first_key = n_block * kBlockN, group = p.num_heads_q / p.num_heads_kv;
+  const Sequence sequence = sequence_of(p, position.batch);
+  if (first_key >= sequence.k_rows) return;
+  const Span m_blocks = query_blocks_of(sequence, n_block);
+
+  const u32 smem = shared_base();
+  const KTile k_smem = {smem};
+  const VTile v_smem = {smem + kVOffset};
+  const ScoreTile ds_smem = {smem + kDsOffset}, p_smem = {smem + kPOffset};
+  const auto q_smem = [&](int stage) { return QTile{smem + kQOffset + stage * QTile::kBytes}; };
+  const auto dout_smem = [&](int stage) { return DoutTile{smem + kDoutOffset + stage * DoutTile::kBytes}; };
+
+  // This thread's first element of S^T, within the tile
+  const int warp_n = warp_index() / kSplit, warp_d = warp_index() % kSplit;
+  const int key_warp = warp_n * 16 * kKeyFrags, key_lane = key_warp + (lane_index() >> 2);
+  const int query_warp = warp_d * kQueryFrags * 8, query_lane = query_warp + (lane_index() & 3) * 2;
+  const int j_first = first_key + key_lane;
+
+  // ---- query blocks, one after the other ----
+
+  const auto load_queries = [&](QueryBlock b, int stage) {
+    const int head = position.head * group + b.head;
+    const i64 row = (i64)b.m_block * kBlockM;
+    const int rows = sequence.q_length - b.m_block * kBlockM;
+    load_tile(q_smem(stage), p.q + head_offset(position.batch, sequence.q_start + row, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head),
+              p.q_stride_row, 0, rows, p.head_dim);
+    load_tile(dout_smem(stage),
+              p.dout + head_offset(position.batch, sequence.q_start + row, head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head),
+              p.dout_stride_row, 0, rows, p.head_dim_v);
+  };
+  // logsumexp in base 2 and delta of row thread_index(), on their way to shared memory. +inf where a row sees nothing or is
+  // none: exp2(S - inf) = 0.
+  float row_logsumexp = 0.f, row_delta = 0.f;
+  Span row_keys = {0, 0};
+  const auto fetch_statistics = [&](QueryBlock b) {
+    const int i = b.m_block * kBlockM + thread_index();
+    row_logsumexp = -negative_infinity(), row_delta = 0.f, row_keys = {0, 0};
+    if (thread_index() < kBlockM && i < sequence.q_length) {
+      const i64 at = statistics_offset(p, sequence, position.head * group + b.head) + i;
+      const float logsumexp = ld_global(p.logsumexp + at);
+      if (logsumexp != negative_infinity()) row_logsumexp = logsumexp * kLog2e;
+      row_delta = ld_global(p.delta + at);
+      if constexpr (kHasKeyRanges) row_keys = keys_of(p, sequence, i);
+    }
+  };
+  const auto put_statistics = [&] {
+    if (thread_index() < kBlockM) {
+      st_shared(smem + kLogsumexpOffset + thread_index() * 4, row_logsumexp);
+      st_shared(smem + kDeltaOffset + thread_index() * 4, row_delta);
+      if constexpr (kHasKeyRanges) st_shared(smem + kRangesOffset + thread_index() * 8, U32x2{(u32)row_keys.begin, (u32)row_keys.end});
+    }
+  };
+
+  // Deterministic: key blocks add to a query block in rising order, each when the ones before it are through. No deadlock:
+  // a CTA waits only for CTAs of lower index, which started earlier and never wait for it.
+  const auto turn_of = [&](QueryBlock b) {
+    return p.dq_turns + query_block_offset(p, position.batch, position.head * group + b.head, b.m_block);
+  };
+  const auto await_turn = [&](QueryBlock b) {
+    if (thread_index() == 0)
+      while (ld_acquire_global(turn_of(b)) != n_block - first_key_block_of(sequence, b.m_block)) {}
+  };
+  const auto pass_turn = [&](QueryBlock b) {
+    if (thread_index() == 0) red_release_add_global(turn_of(b), 1);
+  };
+
+  // The first query block from b on that sees anything here. `masked`: whether some row of it does not see every key.
+  u32 mask_bits[kKeyFrags][2], next_mask_bits[kKeyFrags][2];  // [key][query], one bit an element
+  bool next_masked = false;
+  const auto find_block = [&](QueryBlock b) {
+    for (; b.head < group; ++b.m_block) {
+      if (b.m_block >= m_blocks.end) b.m_block = m_blocks.begin, ++b.head;
+      if (b.head == group || m_blocks.begin >= m_blocks.end) { b.head = group; break; }
+      const int first = b.m_block * kBlockM, last = smaller(first + kBlockM, sequence.q_length) - 1;
+      bool visible = true;
+      if constexpr (kHasKeyRanges) {
+        bool sees = false, misses = false;
+        if (const int i = first + thread_index(); thread_index() < kBlockM && i <= last) {
+          const Span keys = keys_of(p, sequence, i);
+          sees = larger(keys.begin, first_key) < smaller(keys.end, first_key + kBlockN);
+          misses = keys.begin > first_key || keys.end < first_key + kBlockN;
+        }
+        visible = sync_block_or(sees);
+        next_masked = sync_block_or(misses);
+      } else {
+        const Span top = keys_of(p, sequence, first), bottom = keys_of(p, sequence, last);
+        next_masked = bottom.begin > first_key || top.end < first_key + kBlockN;
+      }
+      if constexpr (kHasMask) {
+        next_masked = true;
+        const u8* mask = mask_of(p, sequence, position.head * group + b.head);
+        visible = visible && sync_block_or(load_mask_transposed<kKeyFrags, kQueryFrags>(next_mask_bits, p, sequence, mask, first + query_lane, j_first));
+      }
+      if (visible) break;
+      if constexpr (kDeterministic) {
+        await_turn(b);
+        pass_turn(b);
+      }
+    }
+    return b;
+  };
+
+  float dk_frag[kKeyFrags][kDkFrags][4], dv_frag[kKeyFrags][kDvFrags][4];  // [keys of the warp, head_dim / kSplit]
+  clear(dk_frag);
+  clear(dv_frag);
+  u32 non_finite = 0;  // this thread's keys taken out of K
+
+  QueryBlock block = find_block({0, m_blocks.begin}), before = block;
+  if (block.head < group) {
+    const int rows = sequence.k_length - first_key;
+    load_tile(k_smem, p.k + head_offset(position.batch, sequence.k_start + first_key, position.head, p.k_stride_batch, p.k_stride_row, p.k_stride_head),
+              p.k_stride_row, 0, rows, p.head_dim);
+    load_tile(v_smem, p.v + head_offset(position.batch, sequence.k_start + first_key, position.head, p.v_stride_batch, p.v_stride_row, p.v_stride_head),
+              p.v_stride_row, 0, rows, p.head_dim_v);
+    load_queries(block, 0);
+    cp_async_commit();
+    fetch_statistics(block);
+    put_statistics();
+  }
+
+  const Window16<KTile> k_rows = down_first(k_smem, key_warp, 0);
+  const Window16<VTile> v_rows = down_first(v_smem, key_warp, 0);
+
+  int stage = 0;
+  bool first_round = true;
+  while (block.head < group) {
+    cp_async_wait<0>();
+    sync_block();  // Q, dO and statistics are there for all; nobody reads the other stage or dS^T, all of dQ before is added
+    if constexpr (kDeterministic) {
+      if (!first_round) pass_turn(before);
+    }
+    if constexpr (kHasBounds || kHasMask) {
+      if (first_round) non_finite = take_out_non_finite<2 * kKeyFrags>(k_smem, [&](int c) { return key_lane + c * 8; });
+    }
+    first_round = false;
+    const bool masked = next_masked;
+#pragma unroll
+    for (int m = 0; m < kKeyFrags; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) mask_bits[m][half] = next_mask_bits[m][half];
+    const QueryBlock next = find_block({block.head, block.m_block + 1});
+    if (next.head < group) {
+      if constexpr (kNumStages == 2) load_queries(next, stage ^ 1);
+      fetch_statistics(next);
+    }
+    cp_async_commit();
+
+    const int head = position.head * group + block.head, i_first = block.m_block * kBlockM + query_lane;
+
+    // S^T = K Q^T, dP^T = V dO^T
+    float s_frag[kKeyFrags][kQueryFrags][4], dp_frag[kKeyFrags][kQueryFrags][4];  // [keys of the warp, queries of the warp]
+    clear(s_frag);
+    multiply_transposed<kHeadDim / 16>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) {
+#pragma unroll
+      for (int m = 0; m < kKeyFrags; ++m) ldmatrix_x4(a_frag[m], k_rows.at(m * 16, k * 2));
+    }, right_first(q_smem(stage), query_warp, 0));
+    clear(dp_frag);
+    multiply_transposed<kHeadDimV / 16>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) {
+#pragma unroll
+      for (int m = 0; m < kKeyFrags; ++m) ldmatrix_x4(a_frag[m], v_rows.at(m * 16, k * 2));
+    }, right_first(dout_smem(stage), query_warp, 0));
+
+    // P = exp2(S - logsumexp), dS = P (dP - delta)
+    const Scores scores = scores_of(p, sequence, head);
+    const Dropout dropout = dropout_of(p, position.batch, head);
+    u32 kept[kKeyFrags][2];
+    if constexpr (kHasDropout) kept_transposed<kKeyFrags, kQueryFrags>(kept, dropout, i_first, j_first);
+    const auto differentiate = [&](auto mask) {
+#pragma unroll
+      for (int n = 0; n < kQueryFrags; ++n) {
+        const F32x2 logsumexp = ld_shared<F32x2>(smem + kLogsumexpOffset + (query_lane + n * 8) * 4);
+        const F32x2 delta = ld_shared<F32x2>(smem + kDeltaOffset + (query_lane + n * 8) * 4);
+        U32x4 ranges = {};
+        if constexpr (mask.kOn && kHasKeyRanges) ranges = ld_shared<U32x4>(smem + kRangesOffset + (query_lane + n * 8) * 8);
+#pragma unroll
+        for (int m = 0; m < kKeyFrags; ++m)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int half = e >> 1, i = i_first + n * 8 + (e & 1), j = j_first + m * 16 + half * 8;
+            float& s = s_frag[m][n][e];
+            float& dp = dp_frag[m][n][e];
+            float derivative = 1.f;
+            const float score = kTransformsScores ? score_log2(p, sequence, scores, s, i, j, derivative) : s * scores.scale_log2;
+            s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
+            if constexpr (kHasDropout) dp = kept[m][half] >> (2 * n + (e & 1)) & 1 ? dp * dropout.keep : 0.f;
+            dp = s * (dp - (e & 1 ? delta.y : delta.x));
+            if constexpr (mask.kOn) {
+              bool visible = queries_of(sequence, j).holds(i);
+              if constexpr (kHasKeyRanges) {
+                const Span keys = e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y};
+                visible = visible && keys.holds(j);
+              }
+              if constexpr (kHasMask) visible = visible && (mask_bits[m][half] >> (2 * n + (e & 1)) & 1);
+              if (non_finite >> (2 * m + half) & 1) s = not_a_number(), dp = not_a_number();
+              s = visible ? s : 0.f;
+              dp = visible ? dp : 0.f;
+            }
+            if constexpr (kHasBias) {
+              if (p.dbias && i < sequence.q_length && j < sequence.k_length && dp != 0.f)
+                red_add_global(p.dbias + (position.batch * p.bias_stride_batch + head * p.bias_stride_head + i * p.bias_stride_row +
+                                          j * p.bias_stride_column), dp);
+            }
+            dp *= derivative;
+            if constexpr (kHasDropout) s = kept[m][half] >> (2 * n + (e & 1)) & 1 ? s : 0.f;
+          }
+      }
+    };
+    if (masked) differentiate(Switch<true>{});
+    else differentiate(Switch<false>{});
+
+    // dV += P^T dO, dK += dS^T Q
+    const Window16<DoutTile> dout_columns = down_first(dout_smem(stage), 0, warp_d * 2);
+    const Window16<QTile> q_columns = down_first(q_smem(stage), 0, warp_d * 2);
+    if constexpr (kSplit == 1) {
+      multiply<kBlockM / 16>(dv_frag, [&](u32 (&p_frag)[kKeyFrags][4], int k) { pack_fragments(p_frag, s_frag, k); }, dout_columns);
+      store_accumulators(ds_smem, key_warp, 0, dp_frag);
+      multiply<kBlockM / 16>(dk_frag, [&](u32 (&ds_frag)[kKeyFrags][4], int k) { pack_fragments(ds_frag, dp_frag, k); }, q_columns);
+    } else {
+      store_accumulators(p_smem, key_warp, query_warp / 16, s_frag);
+      store_accumulators(ds_smem, key_warp, query_warp / 16, dp_frag);
+      sync_block();  // P^T and dS^T are complete
+      const Window16<ScoreTile> p_rows = down_first(p_smem, key_warp, 0), ds_rows = down_first(ds_smem, key_warp, 0);
+      multiply<kBlockM / 16, kSplit>(dv_frag, [&](u32 (&p_frag)[kKeyFrags][4], int k) {
+#pragma unroll
+        for (int m = 0; m < kKeyFrags; ++m) ldmatrix_x4(p_frag[m], p_rows.at(m * 16, k * 2));
+      }, dout_columns);
+      multiply<kBlockM / 16, kSplit>(dk_frag, [&](u32 (&ds_frag)[kKeyFrags][4], int k) {
+#pragma unroll
+        for (int m = 0; m < kKeyFrags; ++m) ldmatrix_x4(ds_frag[m], ds_rows.at(m * 16, k * 2));
+      }, q_columns);
+    }
+    if constexpr (kDeterministic) await_turn(block);
+    sync_block();  // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
+
+    if (next.head < group) {
+      if constexpr (kNumStages == 1) load_queries(next, 0), cp_async_commit();
+      put_statistics();
+    }
+
+    // dQ += dS K
+    const int dq_m = warp_index() / kDqWarpsN * kDqRowFrags, dq_n = warp_index() % kDqWarpsN;
+    float dq_frag[kDqRowFrags][kDqColumnFrags][4];
+    clear(dq_frag);
+    const Window16<ScoreTile> ds_columns = right_first(ds_smem, 0, 0);
+    multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&ds_frag)[kDqRowFrags][4], int k) {
+#pragma unroll
+      for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(ds_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
+    }, down_first(k_smem, 0, dq_n * 2));
+    float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, head, block.m_block) * (kBlockM * kHeadDim);
+#pragma unroll
+    for (int m = 0; m < kDqRowFrags; ++m)
+#pragma unroll
+      for (int n = 0; n < kDqColumnFrags; ++n) {
+        const int column = ((n >> 1) * kDqWarpsN + dq_n) * 2 + (n & 1);
+        add_fragment(dq_accum + ((dq_m + m) * (kHeadDim / 8) + column) * 128, dq_frag[m][n]);
+      }
+
+    if constexpr (kNumStages == 2) stage ^= 1;
+    before = block;
+    block = next;
+  }
+
+  // ---- dk, dv ----
+
+  sync_block();  // nobody reads K and V any more, all of dQ is added
+  if constexpr (kDeterministic) {
+    if (!first_round) pass_turn(before);
+  }
+  const float keep = dropout_of(p, position.batch, 0).keep;
+#pragma unroll
+  for (int m = 0; m < kKeyFrags; ++m) {
+#pragma unroll
+    for (int n = 0; n < kDkFrags; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dk_frag[m][n][e] *= p.softmax_scale;
+#pragma unroll
+    for (int n = 0; n < kDvFrags; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dv_frag[m][n][e] *= keep;
+  }
+  store_accumulators<kSplit>(k_smem, key_warp, warp_d, dk_frag);
+  store_accumulators<kSplit>(v_smem, key_warp, warp_d, dv_frag);
+  sync_block();  // dK and dV are in shared memory
+  const int rows = sequence.k_rows - first_key;
+  store_tile(k_smem, p.dk + head_offset(position.batch, sequence.k_start + first_key, position.head, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head),
+             p.dk_stride_row, rows, p.head_dim);
+  store_tile(v_smem, p.dv + head_offset(position.batch, sequence.k_start + first_key, position.head, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head),
+             p.dv_stride_row, rows, p.head_dim_v);
+}

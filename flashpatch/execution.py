@@ -1,0 +1,153 @@
+"""One attention call at run time: plan it, run it on a kernel, count it; or name why not and compute it exactly.
+
+This is the body of the operators in `ops`. It is never traced, so it may count, warn and fall back.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from . import fallback, launcher, planning
+from .call import Call
+from .compiler import CompileError
+from .counting import layers, record_call, record_decline
+from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
+
+_DTYPES = {
+    torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
+}  # fmt: skip
+# Decoding makes a new signature a step; a cache this full starts again.
+_MOST_SIGNATURES = 4096
+
+_forwards: dict[tuple, launcher.Forward | Decline] = {}
+_backwards: dict[tuple, launcher.Backward | Decline] = {}
+_failures: dict[tuple, Reason] = {}  # (kernel Config, device) that could not be built or loaded
+
+
+def forward(q, k, v, call: Call, layer: int, strict: bool, key: tuple | None = None):
+    """(out, logsumexp) of a checked call, by a kernel or by the fallback. `key` is signature(q, k, v, call) if known."""
+    counts = layers[layer]
+    record_call(counts)
+    key = key or signature(q, k, v, call)
+    ready = _forwards.get(key)
+    if ready is None:
+        decision = decide("forward", q, k, v, call)
+        ready = launcher.Forward(decision, q, k, v, call) if isinstance(decision, Plan) else decision
+        _keep(_forwards, key, ready)
+    if ready.__class__ is not Decline:
+        try:
+            out, logsumexp, copies = ready.run(q, k, v, call)
+            counts.launched(ready.plan, copies)
+            return out, logsumexp
+        except CompileError as error:
+            ready = _failed(_forwards, key, ready.plan, error)
+    _declined(ready, layer, strict)
+    return fallback.forward(q, k, v, call)
+
+
+def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, strict: bool):
+    """(dq, dk, dv, dbias or None, dsinks or None) of a checked call."""
+    key = (*signature(q, k, v, call), dout.shape, dout.stride(), out.stride())
+    ready = _backwards.get(key)
+    if ready is None:
+        decision = decide("backward", q, k, v, call)
+        ready = launcher.Backward(decision, dout, q, k, v, out, call) if isinstance(decision, Plan) else decision
+        _keep(_backwards, key, ready)
+    if ready.__class__ is not Decline:
+        try:
+            *gradients, copies = ready.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
+            layers[layer].launched(ready.plan, copies)
+            return gradients
+        except CompileError as error:
+            ready = _failed(_backwards, key, ready.plan, error)
+    _declined(ready, layer, strict)
+    return fallback.backward(dout, dlogsumexp, q, k, v, out, logsumexp, call)
+
+
+def signature(q, k, v, call: Call) -> tuple:
+    """Everything that decides what runs and how: dtypes, devices, shapes, strides, scalars. Plain, hashable values."""
+    index = q.get_device()
+    return (
+        q.dtype, k.dtype, v.dtype, index, k.get_device(), v.get_device(), q.shape, q.stride(), k.shape, k.stride(),
+        v.shape, v.stride(), index < 0 and os.environ.get("FLASHPATCH_EMULATE"), *call.signature(),
+    )  # fmt: skip
+
+
+def _keep(cache: dict, key: tuple, ready) -> None:
+    if len(cache) >= _MOST_SIGNATURES:
+        cache.clear()
+    cache[key] = ready
+
+
+# ---- deciding ----
+
+
+def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
+    """The Plan or Decline of a call on the device its tensors are on."""
+    dtype = _DTYPES.get(q.dtype, str(q.dtype).removeprefix("torch."))
+    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call))
+    device = device_of(q.device)
+    if isinstance(device, Reason):
+        return Decline(problem, (device,))
+    if call.softmax_scale <= 0.0:
+        text = f"softmax_scale is {call.softmax_scale}; kernels take the maximum before scaling and need a positive one"
+        return Decline(problem, (Reason("softmax_scale", text),))
+    if reason := launcher.unavailable(device.backend):
+        return Decline(problem, (reason,))
+    decision = planning.resolve(problem, device)
+    if isinstance(decision, Plan) and (reason := _failures.get((decision.config, device))):
+        return Decline(problem, (reason,))
+    return decision
+
+
+def features(q, k, v, call: Call) -> frozenset[str]:
+    """What a call asks for beyond plain attention, in the words of compat_matrix.yaml."""
+    asked = {
+        "causal": call.window_right == 0,
+        "window": call.window_left >= 0 or call.window_right > 0,
+        "gqa": q.shape[-2] != k.shape[-2],
+        "unequal_head_dims": q.shape[-1] != v.shape[-1],
+        "varlen": call.cu_seqlens_q is not None,
+        "seqused_k": call.seqused_k is not None,
+        "key_ranges": call.key_ranges is not None,
+        "mask": call.mask is not None,
+        "bias": call.bias is not None,
+        "alibi": call.alibi_slopes is not None,
+        "sinks": call.sinks is not None,
+        "softcap": call.softcap != 0.0,
+        "dropout": call.dropout_p != 0.0,
+        "deterministic": call.deterministic,
+    }
+    return frozenset(name for name, wanted in asked.items() if wanted)
+
+
+def device_of(device: torch.device) -> Device | Reason:
+    """The planner's Device behind a torch device, or why no kernel can run there.
+
+    With FLASHPATCH_EMULATE=1, CPU tensors go through the emulated kernels.
+    """
+    if device.type == "cuda" and torch.version.cuda:
+        facts = torch.cuda.get_device_properties(device)
+        return planning.device_for(
+            (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
+            multiprocessors=facts.multi_processor_count, index=device.index or 0,
+        )  # fmt: skip
+    if device.type == "cpu" and os.environ.get("FLASHPATCH_EMULATE") == "1":
+        return planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
+    return Reason("no_gpu", f"the tensors are on {device.type}; kernels run on NVIDIA GPUs")
+
+
+def _failed(cache: dict, key: tuple, plan: Plan, error: CompileError) -> Decline:
+    """A kernel that cannot be built or loaded here is a decline from now on, never tried again per call."""
+    _failures[plan.config, plan.device] = error.reason
+    decline = cache[key] = Decline(plan.problem, (error.reason,))
+    return decline
+
+
+def _declined(decline: Decline, layer: int, strict: bool) -> None:
+    if strict or os.environ.get("FLASHPATCH_STRICT") == "1":
+        raise DeclinedError(decline)
+    for reason in decline.reasons:
+        record_decline(layer, reason)
