@@ -149,7 +149,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
 
     // O += P V
-    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { pack_fragments(p_frag, s_frag, k); },
+    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
                            down_first(v_smem(stage), 0, 0));
     if constexpr (kNumStages == 2) stage ^= 1;
     n = n_next;
