@@ -231,7 +231,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               float& s = s_frag[m][n][e];
               float& dp = dp_frag[m][n][e];
               float derivative = 1.f;
-              const float score = kTransformsScores ? score_log2(p, sequence, scores, s, i, j, derivative) : s * scores.scale_log2;
+              const float score = kTransformsScores ? score_log2(sequence, scores, s, bias_at(p, sequence, scores, i, j), i, j, derivative) : s * scores.scale_log2;
               bool keep = true;
               if constexpr (kHasDropout) keep = kept[m][half] >> (2 * n + (e & 1)) & 1;
               s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));

@@ -117,6 +117,16 @@ DEVICE bool mask_at(const Params& p, const Sequence& s, const u8* mask, int i, i
   return i < s.q_length && j < s.k_length && ld_global(mask + (i * p.mask_stride_row + j * p.mask_stride_column)) != 0;
 }
 
+// Elements (i, j) and (i, j + 1) as two bits; one load where the two bytes lie in one 16-bit word.
+DEVICE u32 mask_pair(const Params& p, const Sequence& s, const u8* mask, int i, int j) {
+  const u8* first = mask + (i * p.mask_stride_row + j * p.mask_stride_column);
+  if (i < s.q_length && j + 1 < s.k_length && p.mask_stride_column == 1 && ((u64)first & 1) == 0) {
+    const u32 pair = ld_global((const u16*)first);
+    return (pair & 1) | (pair >> 8 & 1) << 1;
+  }
+  return (u32)mask_at(p, s, mask, i, j) | (u32)mask_at(p, s, mask, i, j + 1) << 1;
+}
+
 // This thread's part of the mask over C fragments of [16 kM queries x 8 kN keys], one bit an element; `i` and `j` are those of
 // its first element. True if any bit is set.
 template <int kM, int kN>
@@ -129,8 +139,7 @@ DEVICE bool load_mask(u32 (&bits)[kM][2], const Params& p, const Sequence& s, co
     for (int half = 0; half < 2; ++half) {
       u32 row_bits = 0;
 #pragma unroll
-      for (int e = 0; e < 2 * kN; ++e)
-        row_bits |= (u32)mask_at(p, s, mask, i + m * 16 + half * 8, j + (e >> 1) * 8 + (e & 1)) << e;
+      for (int n = 0; n < kN; ++n) row_bits |= mask_pair(p, s, mask, i + m * 16 + half * 8, j + n * 8) << (2 * n);
       bits[m][half] = row_bits;
       any |= row_bits;
     }
