@@ -25,7 +25,8 @@ constexpr int kScoreBudget = 192;  // registers of dK, dV, S and dP together: mo
 // Fragments of queries whose S and dP are held at a time: what dK and dV leave of the registers.
 constexpr int kGradientRegisters = kKeyFrags * (kHeadDim + kHeadDimV) / 2 / kSplit;
 constexpr int part_frags(int wanted) {
-  return wanted > 2 && (kQueryFrags % wanted != 0 || kGradientRegisters + kKeyFrags * wanted * 8 > kScoreBudget) ? part_frags(wanted / 2) : wanted;
+  const bool fits = kQueryFrags % wanted == 0 && kGradientRegisters + kKeyFrags * wanted * 8 <= kScoreBudget;
+  return fits || wanted == 2 ? wanted : part_frags(wanted / 2);
 }
 constexpr int kPartFrags = part_frags(8);
 
@@ -117,7 +118,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   };
 
   // The first query block from b on that sees anything here. `masked`: whether some row of it does not see every key.
-  u32 mask_bits[kKeyFrags][2], next_mask_bits[kKeyFrags][2];  // [key][query], one bit an element
+  MaskBits<kKeyFrags> mask_bits, next_mask_bits;
   bool next_masked = false;
   const auto find_block = [&](QueryBlock b) {
     for (; b.head < group; ++b.m_block) {
@@ -141,7 +142,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       if constexpr (kHasMask) {
         next_masked = true;
         const u8* mask = mask_of(p, sequence, position.head * group + b.head);
-        visible = visible && sync_block_or(load_mask_transposed<kKeyFrags, kQueryFrags>(next_mask_bits, p, sequence, mask, first + query_lane, j_first));
+        const bool any = load_mask_transposed<kQueryFrags>(next_mask_bits, p, sequence, mask, first + query_lane, j_first);
+        visible = sync_block_or(any && visible);
       }
       if (visible) break;
       if constexpr (kDeterministic) {
@@ -184,10 +186,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     }
     first_round = false;
     const bool masked = next_masked;
-#pragma unroll
-    for (int m = 0; m < kKeyFrags; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) mask_bits[m][half] = next_mask_bits[m][half];
+    mask_bits = next_mask_bits;
     const QueryBlock next = find_block({block.head, block.m_block + 1});
     if (next.head < group) {
       if constexpr (kNumStages == 2) load_queries(next, stage ^ 1);
@@ -196,7 +195,6 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     cp_async_commit();
 
     const int head = position.head * group + block.head;
-
     const Scores scores = scores_of(p, sequence, head);
     const Dropout dropout = dropout_of(p, position.batch, head);
     // One part of the queries after the other; straight-line code, so that one part's exp2 can run beside another's products
@@ -231,7 +229,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               float& s = s_frag[m][n][e];
               float& dp = dp_frag[m][n][e];
               float derivative = 1.f;
-              const float score = kTransformsScores ? score_log2(sequence, scores, s, bias_at(p, sequence, scores, i, j), i, j, derivative) : s * scores.scale_log2;
+              float score = s * scores.scale_log2;
+              if constexpr (kTransformsScores)
+                score = score_log2(sequence, scores, s, bias_at(p, sequence, scores, i, j), i, j, derivative);
               bool keep = true;
               if constexpr (kHasDropout) keep = kept[m][half] >> (2 * n + (e & 1)) & 1;
               s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
@@ -239,8 +239,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               dp = s * (dp - (e & 1 ? delta.y : delta.x));
               if constexpr (mask.kOn) {
                 bool visible = queries_of(sequence, j).holds(i);
-                if constexpr (kHasKeyRanges) visible = visible && (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
-                if constexpr (kHasMask) visible = visible && (mask_bits[m][half] >> (2 * (part + n) + (e & 1)) & 1);
+                if constexpr (kHasKeyRanges)
+                  visible = visible && (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
+                if constexpr (kHasMask) visible = visible && (mask_bits.row[m][half] >> (2 * (part + n) + (e & 1)) & 1);
                 if (non_finite >> (2 * m + half) & 1) s = not_a_number(), dp = not_a_number();
                 s = visible ? s : 0.f;
                 dp = visible ? dp : 0.f;
@@ -314,18 +315,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   if constexpr (kDeterministic) {
     if (!first_round) pass_turn(before);
   }
-  const float keep = dropout_of(p, position.batch, 0).keep;
-#pragma unroll
-  for (int m = 0; m < kKeyFrags; ++m) {
-#pragma unroll
-    for (int n = 0; n < kDkFrags; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dk_frag[m][n][e] *= p.softmax_scale;
-#pragma unroll
-    for (int n = 0; n < kDvFrags; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dv_frag[m][n][e] *= keep;
-  }
+  scale(dk_frag, p.softmax_scale);
+  if constexpr (kHasDropout) scale(dv_frag, dropout_of(p, position.batch, 0).keep);
   store_accumulators<kSplit>(k_smem, key_warp, warp_d, dk_frag);
   store_accumulators<kSplit>(v_smem, key_warp, warp_d, dv_frag);
   sync_block();  // dK and dV are in shared memory

@@ -66,7 +66,8 @@ DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float
 // dbias += the score's gradient
 DEVICE void add_bias_gradient(const Params& p, const Sequence& s, int head, int i, int j, float gradient) {
   if (p.dbias && gradient != 0.f && i < s.q_length && j < s.k_length)
-    red_add_global(p.dbias + (s.batch * p.bias_stride_batch + head * p.bias_stride_head + i * p.bias_stride_row + j * p.bias_stride_column), gradient);
+    red_add_global(p.dbias + (s.batch * p.bias_stride_batch + head * p.bias_stride_head + i * p.bias_stride_row +
+                              j * p.bias_stride_column), gradient);
 }
 
 // Scores of C fragments [16 kM queries x 8 kN keys] in place; (i, j) is this thread's first element.
@@ -119,7 +120,7 @@ DEVICE Dropout dropout_of(const Params& p, int batch, int head) {
     const u64 seed = ld_global(p.rng_state), offset = ld_global(p.rng_state + 1);
     const double threshold = (double)p.dropout_p * 4294967296.0;
     dropout = {(u32)seed, (u32)(seed >> 32), (u32)(batch * p.num_heads_q + head), (u32)offset,
-               threshold >= 4294967295.0 ? 0xffffffffu : (u32)threshold, 1.f / (1.f - p.dropout_p)};
+               threshold >= 4294967295.0 ? 0xffffffffu : (u32)threshold, p.dropout_p < 1.f ? 1.f / (1.f - p.dropout_p) : 0.f};
   }
   return dropout;
 }

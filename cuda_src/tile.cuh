@@ -98,7 +98,8 @@ DEVICE void store_packed(T tile, int row, int pair, const u32 (&packed)[kM][kN][
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        st_shared(tile.address(row + m * 16 + half * 8 + g, ((n >> 1) * kPairStride + pair) * 2 + (n & 1)) + t * 4, packed[m][n][half]);
+        st_shared(tile.address(row + m * 16 + half * 8 + g, ((n >> 1) * kPairStride + pair) * 2 + (n & 1)) + t * 4,
+                  packed[m][n][half]);
 }
 template <int kPairStride = 1, class T, int kM, int kN>
 DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM][kN][4]) {
@@ -156,7 +157,10 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) a_frag[m][e] = pack<kIsBf16>(acc[m][2 * k + (e >> 1)][(e & 1) * 2], acc[m][2 * k + (e >> 1)][(e & 1) * 2 + 1]);
+    for (int e = 0; e < 4; ++e) {
+      const float(&c)[4] = acc[m][2 * k + (e >> 1)];
+      a_frag[m][e] = pack<kIsBf16>(c[(e & 1) * 2], c[(e & 1) * 2 + 1]);
+    }
 }
 
 // A fragments of step k from a tile (`rows` from down_first).
@@ -172,6 +176,15 @@ template <int kM, int kN> DEVICE void clear(float (&acc)[kM][kN][4]) {
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
+}
+
+template <int kM, int kN> DEVICE void scale(float (&acc)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[m][n][e] *= factor;
 }
 
 // ---- products: acc [16 kM x 8 kN] += A [16 kM x 16 kSteps] B; load_a(a_frag, k) fills the A fragments of step k ----
