@@ -72,14 +72,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   // ---- query blocks, one after the other ----
 
   const auto load_queries = [&](QueryBlock b, int stage) {
-    const int head = position.head * group + b.head;
-    const i64 row = (i64)b.m_block * kBlockM;
-    const int rows = sequence.q_length - b.m_block * kBlockM;
-    load_tile(q_smem(stage), p.q + head_offset(position.batch, sequence.q_start + row, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head),
-              p.q_stride_row, 0, rows, p.head_dim);
-    load_tile(dout_smem(stage),
-              p.dout + head_offset(position.batch, sequence.q_start + row, head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head),
-              p.dout_stride_row, 0, rows, p.head_dim_v);
+    const int head = position.head * group + b.head, first = b.m_block * kBlockM;
+    load_tile(q_smem(stage), q_of(p, sequence, head).from(first), 0, sequence.q_length - first, p.head_dim);
+    load_tile(dout_smem(stage), dout_of(p, sequence, head).from(first), 0, sequence.q_length - first, p.head_dim_v);
   };
   // logsumexp in base 2 and delta of row thread_index(), on their way to shared memory. +inf where a row sees nothing or is
   // none: exp2(S - inf) = 0.
@@ -161,10 +156,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   QueryBlock block = find_block({0, m_blocks.begin}), before = block;
   if (block.head < group) {
     const int rows = sequence.k_length - first_key;
-    load_tile(k_smem, p.k + head_offset(position.batch, sequence.k_start + first_key, position.head, p.k_stride_batch, p.k_stride_row, p.k_stride_head),
-              p.k_stride_row, 0, rows, p.head_dim);
-    load_tile(v_smem, p.v + head_offset(position.batch, sequence.k_start + first_key, position.head, p.v_stride_batch, p.v_stride_row, p.v_stride_head),
-              p.v_stride_row, 0, rows, p.head_dim_v);
+    load_tile(k_smem, k_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim);
+    load_tile(v_smem, v_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim_v);
     load_queries(block, 0);
     cp_async_commit();
     fetch_statistics(block);
@@ -333,8 +326,6 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   store_accumulators<kSplit>(v_smem, key_warp, warp_d, dv_frag);
   sync_block();  // dK and dV are in shared memory
   const int rows = sequence.k_rows - first_key;
-  store_tile(k_smem, p.dk + head_offset(position.batch, sequence.k_start + first_key, position.head, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head),
-             p.dk_stride_row, rows, p.head_dim);
-  store_tile(v_smem, p.dv + head_offset(position.batch, sequence.k_start + first_key, position.head, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head),
-             p.dv_stride_row, rows, p.head_dim_v);
+  store_tile(k_smem, dk_of(p, sequence, position.head).from(first_key), rows, p.head_dim);
+  store_tile(v_smem, dv_of(p, sequence, position.head).from(first_key), rows, p.head_dim_v);
 }

@@ -13,7 +13,7 @@
 //
 // C of one product, packed in pairs, is A of the next: n-fragments 2k and 2k + 1 make the A fragment of step k.
 #pragma once
-#include "ptx_sm80.cuh"
+#include "seqlen.cuh"
 
 constexpr int kThreads = kNumWarps * 32;
 
@@ -40,15 +40,15 @@ template <int kRowCount, int kColumnCount> struct Tile {
 
 // ---- global memory -> tile ----
 
-// Starts the copy of rows [0, kRows) from `source` (row 0, column 0). Rows outside [row_begin, row_end) and columns from
+// Starts the copy of `source` into the tile. Rows outside [row_begin, row_end) and columns from
 // head_dim on are never read and become zero. The caller commits.
-template <class T> DEVICE void load_tile(T tile, const u16* source, i64 stride_row, int row_begin, int row_end, int head_dim) {
+template <class T> DEVICE void load_tile(T tile, Rows<const u16> source, int row_begin, int row_end, int head_dim) {
   constexpr int kLanes = T::kChunks & -T::kChunks;  // threads along a row: the power of two in its chunks
   constexpr int kStep = kThreads / kLanes;          // rows a round
   const int lane = thread_index() % kLanes;
   int row = thread_index() / kLanes;
   const u32 first = tile.address(row, lane);
-  const u16* from = source + (row * stride_row + lane * 8);
+  const u16* from = source.from(row).first + lane * 8;
   const u32 rows = row_end > row_begin ? row_end - row_begin : 0;
 #pragma unroll
   for (int round = 0; round < (T::kRows + kStep - 1) / kStep; ++round) {
@@ -60,19 +60,19 @@ template <class T> DEVICE void load_tile(T tile, const u16* source, i64 stride_r
       cp_async_16(to, from + chunk * 8, (u32)(row - row_begin) < rows && (chunk + lane) * 8 < head_dim);
     }
     row += kStep;
-    from += kStep * stride_row;
+    from += kStep * source.stride;
   }
 }
 
 // ---- tile -> global memory ----
 
 // Rows [0, row_end), columns [0, head_dim), 16 bytes a store. All threads of the block.
-template <class T> DEVICE void store_tile(T tile, u16* destination, i64 stride_row, int row_end, int head_dim) {
+template <class T> DEVICE void store_tile(T tile, Rows<u16> destination, int row_end, int head_dim) {
 #pragma unroll 4
   for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads) {
     const int row = copy / T::kChunks, chunk = copy % T::kChunks;
     if (row < row_end && chunk * 8 < head_dim)
-      st_global((U32x4*)(destination + (row * stride_row + chunk * 8)), ld_shared<U32x4>(tile.address(row, chunk)));
+      st_global((U32x4*)(destination.from(row).first + chunk * 8), ld_shared<U32x4>(tile.address(row, chunk)));
   }
 }
 
