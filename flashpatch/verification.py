@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compiler, emulator, launcher, ops, patcher, planning, reference, tolerance
+from . import compiler, emulator, execution, launcher, patcher, planning, reference, tolerance
 from .cases import Case, Inputs, cases, claimed, make_inputs
 from .problem import Config, Decline, DeclinedError, Device, Plan, Problem
 
@@ -262,7 +262,7 @@ def device_here(wanted: str | None = None, emulate: bool = False) -> Device:
         index = asked.index if asked.index is not None else (torch.cuda.current_device() if _has_cuda() else 0)
         if not _has_cuda() or index >= torch.cuda.device_count():
             raise NothingToRunOn(f"torch sees no GPU {asked}; leave out --device, or see `flashpatch audit`")
-        found = ops.device_of(torch.device("cuda", index))
+        found = execution.device_of(torch.device("cuda", index))
         if reason := launcher.unavailable("gpu"):
             raise NothingToRunOn(f"{found.name}: {reason.text}")
         return found
