@@ -332,10 +332,9 @@ def plan(
     target, _ = _target(gpu, device)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if not isinstance(model, torch.nn.Module):
-            model = models.skeleton(model, dtype=dtype, **_only(load, "trust_remote_code", "gguf_file"))
-            # a model that mixes dtypes keeps them only while it is loaded from weights
+            model = _skeleton(model, dtype, load)
         if inputs is None:
-            inputs = models.example_inputs(model, **_only(load, "batch", "seqlen"))
+            inputs = models.dummy_inputs(model, **_only(load, "batch", "seqlen"))
         now = {id(module): _implementation(module) for _, module, _ in patcher.attention_modules(model)}
         classes = {path: module for path, module, _ in patcher.attention_modules(model)}
         recorder = _Recorder()
@@ -362,6 +361,14 @@ def plan(
         problems = list(dict.fromkeys(asked.get(id(module), ())))
         found.append(_module_audit(row, now[id(module)], problems, target, refusal))
     return found
+
+
+def _skeleton(source, dtype: str | None, load: dict) -> torch.nn.Module:
+    """A model of the configuration without values in its weights; to be called under FakeTensorMode."""
+    if isinstance(source, (str, os.PathLike)):
+        options = _only(load, "trust_remote_code", "gguf_file", "revision")
+        return models.load(source, dtype=dtype, random_weights=True, patched=False, **options)
+    return models.build_random(source, dtype=dtype)
 
 
 def _only(options: dict, *names: str) -> dict:

@@ -432,6 +432,7 @@ class ModelReport:
     tokens: Annotated[TokenCheck | None, "null where the model has no next token"]
     unpatched_nan: Annotated[list[str], "quantities that are not finite in the unpatched model"]
     error: Annotated[str, "why the patched model could not run; empty if it did"]
+    declined: Annotated[bool, "the error is a refusal with its reasons, not a failure"]
     seconds: Annotated[float, "wall time"]
 
     @property
@@ -456,6 +457,10 @@ class ModelReport:
     def declines(self) -> set[str]:
         """Codes of all declines."""
         return {decline.split(":")[0] for module in self.modules for decline in module.declines}
+
+
+class UnpatchedError(RuntimeError):
+    """The model does not run on the given inputs by itself, so there is nothing to compare with."""
 
 
 def verify_model(
@@ -487,17 +492,22 @@ def verify_model(
     model.eval()
     try:
         with _highest_precision():
-            unpatched = run(f"unpatched ({default})", 0)
+            try:
+                unpatched = run(f"unpatched ({default})", 0)
+            except Exception as failure:
+                raise UnpatchedError(f"{type(model).__name__} fails on these inputs unpatched: {failure}") from failure
             with _implementation(model, "eager"):
                 eager = run("eager", 1)
                 with _upcast(model, wide), _WideSoftmax() if wide is torch.float64 else contextlib.nullcontext():
                     expected = run(f"eager in {wide}", 2)
-            error = ""
+            patched, error, declined = None, "", False
             with patcher.apply(model) as patch:
                 try:
                     patched = run("patched", 3)
-                except DeclinedError as declined:
-                    patched, error = None, str(declined)
+                except DeclinedError as refusal:
+                    error, declined = str(refusal), True
+                except Exception as failure:  # the model ran unpatched, so whatever this is, patching is its cause
+                    error = f"{type(failure).__name__}: {failure}"
                 rows = patch.report.rows
     finally:
         model.train(training)
@@ -521,8 +531,9 @@ def verify_model(
         modules,
         comparisons,
         tokens,
-        sorted({key for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}),
+        sorted({" ".join(key) for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}),
         error,
+        declined,
         time.perf_counter() - started,
     )
 
