@@ -100,7 +100,7 @@ def _check_source(source: str, gguf_file: str | None, allow_pickle: bool, random
         )
         raise ModelError(f"{source} is a file; give {hint}")
     if not folder.is_dir():
-        if source.startswith((".", "/", "~")) or source.count("/") > 1 or os.sep != "/" and os.sep in source:
+        if source.startswith((".", "/", "~")) or source.count("/") > 1 or (os.sep != "/" and os.sep in source):
             raise ModelError(f"the folder {source} does not exist")
         return
     if gguf_file is not None:
@@ -283,9 +283,8 @@ class _Inputs:
             inputs.update(self.images_in_text(inputs["input_ids"]))
             if padding is not None:
                 inputs["attention_mask"] = self.mask(padding)
-        if "pixel_values" in self.takes and "pixel_values" not in inputs and not self.has_image_tokens():
-            inputs.update(self.images())
-        elif main in ("pixel_values", "pixel_values_videos") and main not in inputs:
+        beside_text = "pixel_values" in self.takes and self.image_token() is None
+        if (beside_text or main in ("pixel_values", "pixel_values_videos")) and "pixel_values" not in inputs:
             inputs.update(self.images())
         if main == "input_features":
             inputs["input_features"] = self.spectrogram()
@@ -338,9 +337,6 @@ class _Inputs:
             if isinstance(token, int):
                 return token
         return None
-
-    def has_image_tokens(self) -> bool:
-        return self.image_token() is not None
 
     def vision_config(self):
         return getattr(self.config, "vision_config", None) or self.config
