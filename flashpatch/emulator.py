@@ -33,7 +33,7 @@ MACHINE_FLAGS = ("-O2",)
 KERNEL_FLAGS = ("-O2",)
 PARAMS_LIMIT = 4096
 # TensorMapFields of emulation/machine_sm90.h
-_TENSOR_MAP = struct.Struct("=QQ4Q5I5I3I20x")
+_TENSOR_MAP = struct.Struct("=QQ4Q5I5I3I28x")
 _TENSOR_MAP_MAGIC = 0x70616D726F736E65
 Patch = Callable[[str, str], str]
 # Unrolling costs compile time and buys nothing here; the line stays, so that line numbers do.

@@ -236,6 +236,7 @@ void run_wait(void* const (&arguments)[kLanes], Site site) {
   WarpState& state = running_state();
   const u32 pending = *static_cast<const u32*>(arguments[0]), warp = machine.running->identity.warp;
   state.fenced = false;
+  order_align_clocks(warp);
   while (state.closed.size() > pending) {
     for (const Product& p : state.closed.front()) {
       land(p, state);
