@@ -13,7 +13,7 @@
 //
 // C of one product, packed in pairs, is A of the next: n-fragments 2k and 2k + 1 make the A fragment of step k.
 #pragma once
-#include "ptx_sm80.cuh"
+#include "seqlen.cuh"
 
 constexpr int kThreads = kNumWarps * 32;
 
@@ -33,22 +33,21 @@ template <int kRowCount, int kColumnCount> struct Tile {
 
   u32 base;  // multiple of 128
 
-  DEVICE u32 address(int row, int chunk) const {
-    return base + row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4);
-  }
+  static DEVICE u32 offset(int row, int chunk) { return row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4); }
+  DEVICE u32 address(int row, int chunk) const { return base + offset(row, chunk); }
 };
 
 // ---- global memory -> tile ----
 
-// Starts the copy of rows [0, kRows) from `source` (row 0, column 0). Rows outside [row_begin, row_end) and columns from
+// Starts the copy of `source` into the tile. Rows outside [row_begin, row_end) and columns from
 // head_dim on are never read and become zero. The caller commits.
-template <class T> DEVICE void load_tile(T tile, const u16* source, i64 stride_row, int row_begin, int row_end, int head_dim) {
+template <class T> DEVICE void load_tile(T tile, Rows<const u16> source, int row_begin, int row_end, int head_dim) {
   constexpr int kLanes = T::kChunks & -T::kChunks;  // threads along a row: the power of two in its chunks
   constexpr int kStep = kThreads / kLanes;          // rows a round
   const int lane = thread_index() % kLanes;
   int row = thread_index() / kLanes;
   const u32 first = tile.address(row, lane);
-  const u16* from = source + (row * stride_row + lane * 8);
+  const u16* from = source.from(row).first + lane * 8;
   const u32 rows = row_end > row_begin ? row_end - row_begin : 0;
 #pragma unroll
   for (int round = 0; round < (T::kRows + kStep - 1) / kStep; ++round) {
@@ -60,19 +59,19 @@ template <class T> DEVICE void load_tile(T tile, const u16* source, i64 stride_r
       cp_async_16(to, from + chunk * 8, (u32)(row - row_begin) < rows && (chunk + lane) * 8 < head_dim);
     }
     row += kStep;
-    from += kStep * stride_row;
+    from += kStep * source.stride;
   }
 }
 
 // ---- tile -> global memory ----
 
 // Rows [0, row_end), columns [0, head_dim), 16 bytes a store. All threads of the block.
-template <class T> DEVICE void store_tile(T tile, u16* destination, i64 stride_row, int row_end, int head_dim) {
+template <class T> DEVICE void store_tile(T tile, Rows<u16> destination, int row_end, int head_dim) {
 #pragma unroll 4
   for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads) {
     const int row = copy / T::kChunks, chunk = copy % T::kChunks;
     if (row < row_end && chunk * 8 < head_dim)
-      st_global((U32x4*)(destination + (row * stride_row + chunk * 8)), ld_shared<U32x4>(tile.address(row, chunk)));
+      st_global((U32x4*)(destination.from(row).first + chunk * 8), ld_shared<U32x4>(tile.address(row, chunk)));
   }
 }
 
@@ -99,7 +98,8 @@ DEVICE void store_packed(T tile, int row, int pair, const u32 (&packed)[kM][kN][
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        st_shared(tile.address(row + m * 16 + half * 8 + g, ((n >> 1) * kPairStride + pair) * 2 + (n & 1)) + t * 4, packed[m][n][half]);
+        st_shared(tile.address(row + m * 16 + half * 8 + g, ((n >> 1) * kPairStride + pair) * 2 + (n & 1)) + t * 4,
+                  packed[m][n][half]);
 }
 template <int kPairStride = 1, class T, int kM, int kN>
 DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM][kN][4]) {
@@ -126,23 +126,24 @@ DEVICE void add_fragment(float* fragment, const float (&c)[4]) {
 
 // ---- tile -> fragments ----
 
-// This lane's address in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
-// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR.
+// This lane's place in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
+// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR. Kept apart from the tile's
+// base, so that tiles of one shape share the few registers with XORed offsets.
 template <class T> struct Window16 {
-  u32 lane_address;
+  u32 base, lane_offset;
   DEVICE u32 at(int row, int chunk) const {
-    return (lane_address ^ ((chunk & T::kSwizzle) << 4)) + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch;
+    return (lane_offset ^ ((chunk & T::kSwizzle) << 4)) + (base + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch);
   }
 };
 // Matrices in the order (upper left, lower left, upper right, lower right): an A fragment, or with .trans two B fragments
 // of a tile stored [k][n].
 template <class T> DEVICE Window16<T> down_first(T tile, int row, int chunk) {
-  return {tile.address(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
+  return {tile.base, T::offset(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
 }
 // Matrices in the order (upper left, upper right, lower left, lower right): two B fragments of a tile stored [n][k], or
 // with .trans an A fragment of a tile stored [k][m].
 template <class T> DEVICE Window16<T> right_first(T tile, int row, int chunk) {
-  return {tile.address(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
+  return {tile.base, T::offset(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
 }
 
 // A fragment of step k out of accumulators.
@@ -156,7 +157,10 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) a_frag[m][e] = pack<kIsBf16>(acc[m][2 * k + (e >> 1)][(e & 1) * 2], acc[m][2 * k + (e >> 1)][(e & 1) * 2 + 1]);
+    for (int e = 0; e < 4; ++e) {
+      const float(&c)[4] = acc[m][2 * k + (e >> 1)];
+      a_frag[m][e] = pack<kIsBf16>(c[(e & 1) * 2], c[(e & 1) * 2 + 1]);
+    }
 }
 
 // A fragments of step k from a tile (`rows` from down_first).
@@ -172,6 +176,15 @@ template <int kM, int kN> DEVICE void clear(float (&acc)[kM][kN][4]) {
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
+}
+
+template <int kM, int kN> DEVICE void scale(float (&acc)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[m][n][e] *= factor;
 }
 
 // ---- products: acc [16 kM x 8 kN] += A [16 kM x 16 kSteps] B; load_a(a_frag, k) fills the A fragments of step k ----
