@@ -19,13 +19,16 @@ static_assert(kBlockN % 16 == 0, "P V reduces 16 keys at a time");
 static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDropout, "forward_sm80 has these");
 
 // What the launch gives (65536 / kThreads, in eights) moved from the producer to the consumers.
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
 using QTile = SlabTile<kBlockM, kHeadDim>;
 using KTile = SlabTile<kBlockN, kHeadDim>;
 using VTile = SlabTile<kBlockN, kHeadDimV>;
 constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
+// Exponentials (of kScores a thread) taken while the warpgroup's own P V runs. With three or more consumers the others' products
+// are cover enough, and waiting first is simpler.
+constexpr int kUnderProduct = kConsumers == 2 && kHeadDimV <= 128 ? kScores / 2 : 0;
 
 // A tile of work, decoded by the producer. m_block < 0: there is no more.
 struct Work {
@@ -263,11 +266,9 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const auto issue_output = [&] {
       issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
     };
-    const auto exponentiate = [&](float (&s_frag)[kScores]) {
-      softmax.exponentiate<0, kScores>(s_frag, scale_log2);
-      softmax.set_limit();
+    const auto set_operand = [&](const float (&s_frag)[kScores]) {
       pack_operand(p_frag, s_frag);
-      pin(p_frag);
+      pin(p_frag);  // written before the next product's fence
     };
 
     // First block of this warpgroup: scores alone.
@@ -283,7 +284,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       release(rings.k);
       score(s_frag, n, masked);
       softmax.grow(factor, s_frag, scale_log2);
-      exponentiate(s_frag);
+      softmax.exponentiate<0, kScores>(s_frag, scale_log2);
+      set_operand(s_frag);
     };
     // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
     const auto step = [&](int n, auto masked) {
@@ -295,16 +297,22 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       issue_scores(s_frag);
       issue_output();
       pass_turn();
+      softmax.set_limit();
       wgmma_wait<1>();
       pin(s_frag);
       release(rings.k);
       score(s_frag, n, masked.kOn);
       const bool grew = softmax.grow(factor, s_frag, scale_log2);
+      if constexpr (kUnderProduct > 0) {
+        softmax.exponentiate<0, kUnderProduct>(s_frag, scale_log2);
+        hold(softmax.row_sum[0] + softmax.row_sum[1], slot);
+      }
       wgmma_wait<0>();
       pin(o_frag);
       release(rings.v);
       if (grew) scale_rows(o_frag, factor);
-      exponentiate(s_frag);
+      softmax.exponentiate<kUnderProduct, kScores>(s_frag, scale_log2);
+      set_operand(s_frag);
     };
     // O += P V of the last block.
     const auto finish = [&] {
