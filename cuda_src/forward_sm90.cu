@@ -31,7 +31,7 @@ constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators 
 constexpr int kUnderProduct = kConsumers == 2 && kHeadDimV <= 128 ? kScores / 2 : 0;
 
 // A tile of work, decoded by the producer. m_block < 0: there is no more.
-struct Work {
+struct alignas(64) Work {
   Sequence sequence;
   int m_block, head;
   Span blocks;  // key blocks that some row sees
@@ -41,7 +41,7 @@ struct Work {
 constexpr int kKOffset = QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
 constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<1>::kBytes;
 constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
-constexpr int kWorkOffset = kWorkRing + Ring<2>::kBytes;
+constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
 constexpr int kSharedMemory = kWorkOffset + 2 * sizeof(Work);
 
 // Named barriers: one per consumer for its turn, one for all consumers.
@@ -154,12 +154,11 @@ DEVICE void clear_tail(VTile v_smem, int first_row) {
 }
 
 // A row whose O is not finite, from the start, by one warp: only keys the row sees can make it so now.
-DEVICE void recompute_row(const Params& p, const Sequence& s, const Scores& scores, int head, int i, float logsumexp) {
+DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, float logsumexp) {
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
-  const u16* q = p.q + head_offset(s.batch, s.q_start + i, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head);
-  const u16* k = p.k + head_offset(s.batch, s.k_start, kv_head, p.k_stride_batch, p.k_stride_row, p.k_stride_head);
-  const u16* v = p.v + head_offset(s.batch, s.k_start, kv_head, p.v_stride_batch, p.v_stride_row, p.v_stride_head);
-  u16* out = p.out + head_offset(s.batch, s.q_start + i, head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
+  const u16* q = q_of(p, s, head).from(i).first;
+  const Rows<const u16> k = k_of(p, s, kv_head), v = v_of(p, s, kv_head);
+  const Scores scores = scores_of(p, s, head);
   const Span keys = keys_of(p, s, i);
   float acc[kHeadDimV / 32];  // columns lane, lane + 32, ...
 #pragma unroll
@@ -168,22 +167,20 @@ DEVICE void recompute_row(const Params& p, const Sequence& s, const Scores& scor
   for (int j = keys.begin; j < keys.end; ++j) {
     float dot = 0.f, derivative;
 #pragma unroll 1
-    for (int d = lane_index(); d < p.head_dim; d += 32)
-      dot += widen(ld_global(q + d)) * widen(ld_global(k + (j * p.k_stride_row + d)));
+    for (int d = lane_index(); d < p.head_dim; d += 32) dot += widen(ld_global(q + d)) * widen(ld_global(k.from(j).first + d));
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes >>= 1) dot += shfl_xor(dot, lanes);
-    const float x = kTransformsScores ? score_log2(p, s, scores, dot, i, j, derivative) : dot * scores.scale_log2;
-    const float probability = exp2_approx(x - logsumexp * kLog2e);
+    const float probability = exp2_approx(score_log2(s, scores, dot, 0.f, i, j, derivative) - logsumexp * kLog2e);
 #pragma unroll
     for (int c = 0; c < kHeadDimV / 32; ++c) {
       const int d = lane_index() + c * 32;
-      if (d < p.head_dim_v) acc[c] += probability * widen(ld_global(v + (j * p.v_stride_row + d)));
+      if (d < p.head_dim_v) acc[c] += probability * widen(ld_global(v.from(j).first + d));
     }
   }
 #pragma unroll
   for (int c = 0; c < kHeadDimV / 32; ++c) {
     const int d = lane_index() + c * 32;
-    if (d < p.head_dim_v) st_global(out + d, (u16)pack<kIsBf16>(acc[c], 0.f));
+    if (d < p.head_dim_v) st_global(out_of(p, s, head).from(i).first + d, (u16)pack<kIsBf16>(acc[c], 0.f));
   }
 }
 
@@ -197,8 +194,7 @@ DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_fra
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if ((lane & 3) == 0 && i_first + half * 8 < s.q_length) st_global(logsumexp_ptr + (i_first + half * 8), logsumexp[0][half]);
-  u16* out_ptr = p.out + head_offset(s.batch, s.q_start, work.head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
-  store_accumulators(out_ptr, p.out_stride_row, i_first, s.q_length, p.head_dim_v, o_frag);
+  store_accumulators(out_of(p, s, work.head), i_first, s.q_length, p.head_dim_v, o_frag);
 
   // Masked values of V count with p = 0, but 0 * NaN is NaN: such rows once more, by the keys they see.
   bool finite[2] = {true, true};
@@ -213,10 +209,12 @@ DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_fra
 #pragma unroll 1
     for (int row = 0; row < 16; ++row) {
       const bool upper = row >= 8, mine = lane >> 2 == (row & 7);
-      const int i = i_first - (lane >> 2) + row;
-      const float row_logsumexp = shfl(upper ? logsumexp[0][1] : logsumexp[0][0], (row & 7) * 4);
       const bool redo = vote_any(mine && !(upper ? finite[1] : finite[0]));
-      if (redo && i < s.q_length) recompute_row(p, s, scores_of(p, s, work.head), work.head, i, row_logsumexp);
+      const int i = i_first - (lane >> 2) + row;
+      float row_logsumexp = mine && (lane & 3) == 0 ? (upper ? logsumexp[0][1] : logsumexp[0][0]) : 0.f;
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes >>= 1) row_logsumexp += shfl_xor(row_logsumexp, lanes);
+      if (redo && i < s.q_length) recompute_row(p, s, work.head, i, row_logsumexp);
     }
   }
 }
@@ -226,8 +224,9 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   const Operand q_operand = smem.q.operand(consumer * 64);
   const u32 k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
 
-  // One arrival a warp: its lanes are together after a wait for wgmma, or brought together before.
+  // One arrival a warp, after all of its lanes.
   const auto release = [&](auto& ring) {
+    sync_warp();
     if (lane_index() == 0) mbarrier_arrive(ring.empty());
     ring.advance();
   };
@@ -256,8 +255,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       const int i = work.m_block * kBlockM + row_of_thread(consumer), j = n * kBlockN + (lane_index() & 3) * 2;
       if constexpr (kTransformsScores) transform(fragments(s_frag), p, work.sequence, scores_of(p, work.sequence, work.head), i, j);
       if (masked) {
-        const u32 no_bits[1][2] = {};
-        apply_mask(fragments(s_frag), p, work.sequence, no_bits, 0, i, j);
+        const MaskBits<1> no_mask = {};
+        apply_mask(fragments(s_frag), p, work.sequence, no_mask, 0, i, j);
       }
     };
     const auto issue_scores = [&](float (&s_frag)[kScores]) {
@@ -329,7 +328,6 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       pass_turn();
       rings.k.wait_full();
       rings.v.wait_full();
-      sync_warp();
       release(rings.k);
       release(rings.v);
     };
@@ -355,11 +353,9 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       }
       finish();
     }
-    sync_warp();
     release(rings.q);
     for (; n >= blocks.begin; --n) skip();
     store(p, ld_shared<Work>(slot), consumer, o_frag, softmax);
-    sync_warp();  // every lane has read the work
     release(rings.work);
   }
 }

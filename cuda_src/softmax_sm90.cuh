@@ -55,7 +55,7 @@ struct LaggingSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float share = maximum(log2_approx(row_sum[half]) - (float)kShareLog2, 0.f);
-      limit[half] = row_max[half] + minimum(share, (float)kLagLog2);
+      limit[half] = row_max[half] + (share < (float)kLagLog2 ? share : (float)kLagLog2);
     }
   }
 
