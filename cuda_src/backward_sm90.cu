@@ -1,0 +1,251 @@
+// Attention backward for Hopper, head dims up to 128: dk and dv of 128 keys per CTA, and their part of dq.
+// Assumes attention_backward_prepare_sm90 has run, unit last strides, 16-byte aligned rows, softmax_scale > 0; q, k, v and dout are
+// tensor maps with boxes of 64 columns and kBlockM (q, dout) or kBlockN (k, v) rows, see origin_of in backward_sm90.cuh.
+// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to the workspace's dq.
+// Grid: n_blocks * num_heads_kv * batch, kNumWarps = 12.
+//
+// Warpgroup 0 issues the loads. Warpgroups 1 and 2 own 64 keys each and go through the query blocks j of all query heads of their group:
+//   S^T = K Q^T, dP^T = V dO^T, P^T = exp2(S^T - logsumexp), dV += P^T dO, dS^T = P^T (dP^T - delta), dK += dS^T Q
+// with P^T and dS^T as register operands. dS^T also goes to shared memory, for dQ = dS K over all 128 keys.
+// Shared memory is the bottleneck (S and dP read both operands from it as fast as it can deliver), so everything else that needs it
+// is placed where it waits least: a warp's loads and stores queue behind the wgmma it has issued. A step is, with what runs meanwhile:
+//   dP_j starts | S_j done | P_j | both warpgroups finished step j - 1 | dP_j done
+//   dV_j starts | dS_j, logsumexp of j + 1 | dK_j starts | fence, the staged dQ_{j-2} is added | both done
+//   dQ_{j-1}, by the warpgroups in turns, staged | S_{j+1} starts
+#include "backward_sm90.cuh"
+
+using KeyTile = SlabTile<kBlockN, kHeadDim>;      // K, V
+using QueryTile = SlabTile<kBlockM, kHeadDim>;    // Q, dO
+using ScoreTile = SlabTile<kBlockN, kBlockM>;     // dS^T
+
+constexpr int kWarpgroups = 2;
+static_assert(kBlockM == 64 && kBlockN == 64 * kWarpgroups && kNumWarps == 4 * (kWarpgroups + 1), "64 keys a warpgroup");
+static_assert(kNumStages == 2, "stages and their phases are bits of one step counter; dS^T of a step lives for the next one too");
+// 65536 registers: 24 * 128 for a thread that only issues loads, 240 * 256 where dK and dV (128), S, dP, P and dS live.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+// Shared memory: K | V | Q stages | dO stages | dS^T stages | dQ of each warp | logsumexp stages | -delta stages | barriers
+constexpr int kVOffset = KeyTile::kBytes, kQOffset = kVOffset + KeyTile::kBytes, kDoutOffset = kQOffset + 2 * QueryTile::kBytes;
+constexpr int kDsOffset = kDoutOffset + 2 * QueryTile::kBytes, kDqOffset = kDsOffset + 2 * ScoreTile::kBytes;
+constexpr int kStatisticsBytes = kBlockM * 4, kWarpDqBytes = kWarpDqFloats * 4;
+constexpr int kLogsumexpOffset = kDqOffset + 4 * kWarpgroups * kWarpDqBytes, kDeltaOffset = kLogsumexpOffset + 2 * kStatisticsBytes;
+constexpr int kBarrierOffset = kDeltaOffset + 2 * kStatisticsBytes;
+constexpr int kKFull = 0, kVFull = 8, kStepDone = 16, kQFull = 24, kQEmpty = 40, kDoutFull = 56, kDoutEmpty = 72;  // two stages each
+constexpr int kSharedMemory = kBarrierOffset + 88;
+
+KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
+  const Params& p = params.common;
+  const Position position = key_block_of(p, block_index());
+  const Sequence sequence = sequence_of(p, position.batch);
+  const int n_block = position.block, first_key = n_block * kBlockN;
+  if (first_key >= sequence.k_rows) return;
+
+  const u32 smem = shared_base(), barriers = smem + kBarrierOffset;
+  const auto barrier = [&](int which, int stage = 0) { return barriers + which + stage * 8; };
+  const KeyTile k_smem = {smem}, v_smem = {smem + kVOffset};
+  const auto q_smem = [&](int stage) { return QueryTile{smem + kQOffset + stage * QueryTile::kBytes}; };
+  const auto dout_smem = [&](int stage) { return QueryTile{smem + kDoutOffset + stage * QueryTile::kBytes}; };
+
+  if (thread_index() == 0) {
+    mbarrier_init(barrier(kKFull), 1);
+    mbarrier_init(barrier(kVFull), 1);
+    mbarrier_init(barrier(kStepDone), 4 * kWarpgroups);
+    for (int stage = 0; stage < 2; ++stage) {
+      mbarrier_init(barrier(kQFull, stage), 1);
+      mbarrier_init(barrier(kQEmpty, stage), 4 * kWarpgroups);
+      mbarrier_init(barrier(kDoutFull, stage), 1);
+      mbarrier_init(barrier(kDoutEmpty, stage), 4 * kWarpgroups);
+    }
+    fence_mbarrier_init();  // TMA arrives at initialised barriers
+  }
+  sync_block();  // nobody waits at a barrier that is not initialised
+
+  const int warpgroup = uniform(thread_index() / 128) - 1;
+  const u32 first_block = first_query_block(p, sequence);
+  Walk walk(p, sequence, position.head, n_block);
+
+  if (warpgroup < 0) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (thread_index() != 0 || walk.left == 0) return;
+    const RowOrigin queries = origin_of(p.cu_seqlens_q != nullptr, position.batch, sequence.q_start, sequence.q_length);
+    int q_step = 0, dout_step = 0;
+    const auto load_q = [&](const Walk& at) {
+      const int stage = q_step & 1;
+      const u32 full = barrier(kQFull, stage);
+      mbarrier_wait(barrier(kQEmpty, stage), (q_step >> 1 & 1) ^ 1);  // write after read: S, dK, logsumexp of two steps ago are done
+      mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
+      load_rows(q_smem(stage), &params.q, full, queries, at.m_block * kBlockM, at.head);
+      bulk_load(smem + kLogsumexpOffset + stage * kStatisticsBytes, logsumexp_of(p, record_of(p, first_block + at.m_block, at.head)), kStatisticsBytes, full);
+      ++q_step;
+    };
+    const auto load_dout = [&](const Walk& at) {
+      const int stage = dout_step & 1;
+      const u32 full = barrier(kDoutFull, stage);
+      mbarrier_wait(barrier(kDoutEmpty, stage), (dout_step >> 1 & 1) ^ 1);  // write after read: dP, dV, delta of two steps ago are done
+      mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
+      load_rows(dout_smem(stage), &params.dout, full, queries, at.m_block * kBlockM, at.head);
+      bulk_load(smem + kDeltaOffset + stage * kStatisticsBytes, negative_delta_of(p, record_of(p, first_block + at.m_block, at.head)), kStatisticsBytes, full);
+      ++dout_step;
+    };
+    const auto load_keys = [&](KeyTile tile, const TensorMap* map, int full, i64 stride_batch, i64 stride_row) {
+      mbarrier_arrive_expect_tx(barrier(full), KeyTile::kBytes);
+      load_rows(tile, map, barrier(full), key_origin(p, sequence, stride_batch, stride_row), first_key, position.head);
+    };
+    Walk ahead = walk;  // Q is needed before dO
+    load_keys(k_smem, &params.k, kKFull, p.k_stride_batch, p.k_stride_row);
+    load_q(ahead);
+    ahead.next();
+    load_keys(v_smem, &params.v, kVFull, p.v_stride_batch, p.v_stride_row);
+    for (; walk.left > 0; walk.next()) {
+      load_dout(walk);
+      if (ahead.left > 0) load_q(ahead), ahead.next();
+    }
+    return;
+  }
+
+  setmaxnreg_inc<kConsumerRegisters>();
+  const int warp = warp_index() & 3, lane = lane_index();
+  const int warp_row = warpgroup * 64 + warp * 16, key = first_key + warp_row + lane / 4;  // this thread's keys: key, key + 8
+  const u32 k_keys = operand(k_smem, warpgroup * 64), v_keys = operand(v_smem, warpgroup * 64), k_all = operand(k_smem);
+  const u32 q = operand(q_smem(0)), dout = operand(dout_smem(0)), ds = operand(ScoreTile{smem + kDsOffset});
+  constexpr int kQueryStage = QueryTile::kBytes / 16, kDsStage = ScoreTile::kBytes / 16;  // in operands
+  const u32 dq_smem = smem + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
+  const Scores scores = scores_of(p, sequence, position.head);
+  const KeyMask mask(sequence, first_key + warpgroup * 64, key);
+  const auto arrive = [&](u32 at) {  // once a warp, which a wgmma wait or sync_warp has brought together
+    if (lane == 0) mbarrier_arrive(at);
+  };
+
+  float dk_frag[kHeadDim / 2], dv_frag[kHeadDim / 2];             // [64 keys, kHeadDim]
+  float s_frag[kBlockM / 2], dp_frag[kBlockM / 2];                // [64 keys, kBlockM]: S^T, then P^T; dP^T
+  u32 p_frag[kBlockM / 4], ds_frag[kBlockM / 4];                  // P^T and dS^T as A operands
+  float logsumexp[kBlockM / 4];
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) dk_frag[i] = dv_frag[i] = 0.f;
+
+  int step = 0;                                                   // stage step % 2, phase step / 2 % 2
+  const auto load_logsumexp = [&](int step) {
+    mbarrier_wait(barrier(kQFull, step & 1), step >> 1 & 1);      // read after write: Q and logsumexp of the step are there
+    load_statistics(logsumexp, smem + kLogsumexpOffset + (step & 1) * kStatisticsBytes);
+  };
+  const auto start_scores = [&] {
+    wgmma_fence();
+    start_abt<KeyTile, QueryTile>(s_frag, k_keys, q + (step & 1) * kQueryStage);
+  };
+
+  // dQ is staged by one step's end and added after the next step's fence, which the copy engine needs.
+  constexpr u32 kNone = ~0u;
+  u32 previous = kNone, staged = kNone, added = kNone;            // records
+  int previous_m = 0, staged_turn = 0;
+  const auto finish_add = [&] {                                   // lane 0
+    if constexpr (kDeterministic) {
+      bulk_wait<0>();                                             // the sums are in memory, the next key block may add
+      if (added != kNone) pass_turn(p, added);
+      added = kNone;
+    } else {
+      bulk_wait_read<0>();                                        // write after read: the copy engine has read dq_smem
+    }
+  };
+  const auto add_staged = [&] {
+    fence_proxy_async();                                          // dS_j for wgmma, the staged dQ for the copy engine
+    sync_warp();
+    if (lane == 0) {
+      if constexpr (kDeterministic) finish_add();
+      if (staged != kNone) {
+        if constexpr (kDeterministic) await_turn(p, staged, 4 * staged_turn);
+        bulk_reduce_add_f32(dq_of(p, staged) + warp * kWarpDqFloats, dq_smem, kWarpDqBytes);
+        bulk_commit();
+        added = staged;
+      }
+    }
+    staged = kNone;
+  };
+  // dQ_{j-1} = dS_{j-1} K, one step late: by then the other warpgroup's half of dS_{j-1} has long been there.
+  const auto compute_dq = [&](int stage, bool signal) {
+    float dq_frag[kHeadDim / 2];                                  // [kBlockM, kHeadDim]
+    wgmma_fence();
+    start_atb<kHeadDim, kBlockN / 16>(dq_frag, ds + stage * kDsStage, k_all);
+    wgmma_wait<0>();
+    pin(dq_frag);
+    if (signal) arrive(barrier(kStepDone));
+    if (lane == 0) finish_add();
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 8; ++i)
+      st_shared(dq_smem + (i * 32 + lane) * 16, F32x4{dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2], dq_frag[4 * i + 3]});
+    staged = previous;
+    if constexpr (kDeterministic) staged_turn = turns_before(sequence, n_block, previous_m);
+  };
+
+  // S_j is under way, its logsumexp loaded; nothing is left in flight.
+  bool dout_is_there = false;
+  const auto compute_p = [&] {
+    const int stage = step & 1;
+    if (!dout_is_there) mbarrier_wait(barrier(kDoutFull, stage), step >> 1 & 1);  // read after write: dO and delta are there
+    wgmma_fence();
+    start_abt<KeyTile, QueryTile>(dp_frag, v_keys, dout + stage * kQueryStage);
+    wgmma_wait<1>();
+    pin(s_frag);
+    mask.apply(s_frag, walk.m_block * kBlockM);
+    probabilities(s_frag, p_frag, logsumexp, scores);
+    pin(s_frag);
+    pin(p_frag);
+    // Both warpgroups are through with step j - 1: dS_{j-1} is there (read after write), dQ_{j-2} has read what dS_j overwrites.
+    // Passes at once at step 0. It also keeps ptxas from waiting for dP before the exponentials.
+    mbarrier_wait(barrier(kStepDone), (step - 1) & 1);
+    wgmma_wait<0>();
+    pin(dp_frag);
+  };
+  // The rest of step j; unless it is the last, S_{j+1} is left under way.
+  const auto compute_gradients = [&](auto last) {
+    constexpr bool kLast = decltype(last)::kOn;
+    const int stage = step & 1;
+    float negative_delta[kBlockM / 4];
+    load_statistics(negative_delta, smem + kDeltaOffset + stage * kStatisticsBytes);
+    wgmma_fence();
+    start_ab<kHeadDim, kBlockM / 16>(dv_frag, p_frag, dout + stage * kQueryStage);
+    score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
+    store_scores(ScoreTile{smem + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
+    if constexpr (!kLast) load_logsumexp(step + 1);
+    wgmma_fence();
+    start_ab<kHeadDim, kBlockM / 16>(dk_frag, ds_frag, q + stage * kQueryStage);
+    add_staged();
+    ++step;
+    if constexpr (!kLast) dout_is_there = mbarrier_test_wait(barrier(kDoutFull, step & 1), step >> 1 & 1);
+    wgmma_wait<0>();
+    sync_warp();
+    arrive(barrier(kDoutEmpty, stage));
+    arrive(barrier(kQEmpty, stage));
+    if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(stage ^ 1, true);
+    else arrive(barrier(kStepDone));
+    if constexpr (!kLast) start_scores();
+    previous = record_of(p, first_block + walk.m_block, walk.head);
+    if constexpr (kDeterministic) previous_m = walk.m_block;
+  };
+
+  if (walk.left > 0) {
+    mbarrier_wait(barrier(kKFull), 0);
+    load_logsumexp(0);
+    start_scores();
+    mbarrier_wait(barrier(kVFull), 0);
+    compute_p();
+    while (walk.left > 1) {
+      compute_gradients(Switch<false>{});
+      walk.next();
+      compute_p();
+    }
+    compute_gradients(Switch<true>{});
+    add_staged();
+    if ((step & 1) == warpgroup) {
+      mbarrier_wait(barrier(kStepDone), (step - 1) & 1);          // read after write: the other warpgroup's half of the last dS
+      compute_dq((step - 1) & 1, false);
+      add_staged();
+    }
+  }
+
+  pin(dk_frag);
+  pin(dv_frag);
+  store_gradient(dv_frag, 1.f, p, warp_row, p.dv, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head);
+  store_gradient(dk_frag, p.softmax_scale, p, warp_row, p.dk, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head);
+  if (lane == 0) finish_add();                                    // shared memory outlives the last add
+}
