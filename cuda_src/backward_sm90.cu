@@ -14,24 +14,12 @@
 //   dQ_{j-1}, by the warpgroups in turns, staged | S_{j+1} starts
 #include "backward_sm90.cuh"
 
-using KeyTile = SlabTile<kBlockN, kHeadDim>;      // K, V
-using QueryTile = SlabTile<kBlockM, kHeadDim>;    // Q, dO
-using ScoreTile = SlabTile<kBlockN, kBlockM>;     // dS^T
-
-constexpr int kWarpgroups = 2;
-static_assert(kBlockM == 64 && kBlockN == 64 * kWarpgroups && kNumWarps == 4 * (kWarpgroups + 1), "64 keys a warpgroup");
-static_assert(kNumStages == 2, "stages and their phases are bits of one step counter; dS^T of a step lives for the next one too");
-// 65536 registers: 24 * 128 for a thread that only issues loads, 240 * 256 where dK and dV (128), S, dP, P and dS live.
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-
-// Shared memory: K | V | Q stages | dO stages | dS^T stages | dQ of each warp | logsumexp stages | -delta stages | barriers
-constexpr int kVOffset = KeyTile::kBytes, kQOffset = kVOffset + KeyTile::kBytes, kDoutOffset = kQOffset + 2 * QueryTile::kBytes;
-constexpr int kDsOffset = kDoutOffset + 2 * QueryTile::kBytes, kDqOffset = kDsOffset + 2 * ScoreTile::kBytes;
-constexpr int kStatisticsBytes = kBlockM * 4, kWarpDqBytes = kWarpDqFloats * 4;
-constexpr int kLogsumexpOffset = kDqOffset + 4 * kWarpgroups * kWarpDqBytes, kDeltaOffset = kLogsumexpOffset + 2 * kStatisticsBytes;
-constexpr int kBarrierOffset = kDeltaOffset + 2 * kStatisticsBytes;
-constexpr int kKFull = 0, kVFull = 8, kStepDone = 16, kQFull = 24, kQEmpty = 40, kDoutFull = 56, kDoutEmpty = 72;  // two stages each
-constexpr int kSharedMemory = kBarrierOffset + 88;
+constexpr int kWarpDqBytes = kWarpDqFloats * 4;
+// Beside what both backwards have: dS^T stages | dQ of each warp.
+constexpr int kDsOffset = kOwnOffset, kDqOffset = kDsOffset + 2 * ScoreTile::kBytes;
+constexpr int kStepDone = kOwnBarriers;
+constexpr int kSharedMemory = kDqOffset + kConsumerWarps * kWarpDqBytes;
+static_assert(kBlockM == 64 && kBlockN == 128 && kNumWarps == 12, "64 keys to each of two warpgroups");
 
 KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Params& p = params.common;
@@ -40,76 +28,29 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const int n_block = position.block, first_key = n_block * kBlockN;
   if (first_key >= sequence.k_rows) return;
 
-  const u32 smem = shared_base(), barriers = smem + kBarrierOffset;
-  const auto barrier = [&](int which, int stage = 0) { return barriers + which + stage * 8; };
-  const KeyTile k_smem = {smem}, v_smem = {smem + kVOffset};
-  const auto q_smem = [&](int stage) { return QueryTile{smem + kQOffset + stage * QueryTile::kBytes}; };
-  const auto dout_smem = [&](int stage) { return QueryTile{smem + kDoutOffset + stage * QueryTile::kBytes}; };
-
+  const SharedMemory smem = {shared_base()};
   if (thread_index() == 0) {
-    mbarrier_init(barrier(kKFull), 1);
-    mbarrier_init(barrier(kVFull), 1);
-    mbarrier_init(barrier(kStepDone), 4 * kWarpgroups);
-    for (int stage = 0; stage < 2; ++stage) {
-      mbarrier_init(barrier(kQFull, stage), 1);
-      mbarrier_init(barrier(kQEmpty, stage), 4 * kWarpgroups);
-      mbarrier_init(barrier(kDoutFull, stage), 1);
-      mbarrier_init(barrier(kDoutEmpty, stage), 4 * kWarpgroups);
-    }
+    smem.init_barriers();
+    mbarrier_init(smem.barrier(kStepDone), kConsumerWarps);
     fence_mbarrier_init();  // TMA arrives at initialised barriers
   }
   sync_block();  // nobody waits at a barrier that is not initialised
 
   const int warpgroup = uniform(thread_index() / 128) - 1;
-  const u32 first_block = first_query_block(p, sequence);
   Walk walk(p, sequence, position.head, n_block);
-
   if (warpgroup < 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() != 0 || walk.left == 0) return;
-    const RowOrigin queries = origin_of(p.cu_seqlens_q != nullptr, position.batch, sequence.q_start, sequence.q_length);
-    int q_step = 0, dout_step = 0;
-    const auto load_q = [&](const Walk& at) {
-      const int stage = q_step & 1;
-      const u32 full = barrier(kQFull, stage);
-      mbarrier_wait(barrier(kQEmpty, stage), (q_step >> 1 & 1) ^ 1);  // write after read: S, dK, logsumexp of two steps ago are done
-      mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
-      load_rows(q_smem(stage), &params.q, full, queries, at.m_block * kBlockM, at.head);
-      bulk_load(smem + kLogsumexpOffset + stage * kStatisticsBytes, logsumexp_of(p, record_of(p, first_block + at.m_block, at.head)), kStatisticsBytes, full);
-      ++q_step;
-    };
-    const auto load_dout = [&](const Walk& at) {
-      const int stage = dout_step & 1;
-      const u32 full = barrier(kDoutFull, stage);
-      mbarrier_wait(barrier(kDoutEmpty, stage), (dout_step >> 1 & 1) ^ 1);  // write after read: dP, dV, delta of two steps ago are done
-      mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
-      load_rows(dout_smem(stage), &params.dout, full, queries, at.m_block * kBlockM, at.head);
-      bulk_load(smem + kDeltaOffset + stage * kStatisticsBytes, negative_delta_of(p, record_of(p, first_block + at.m_block, at.head)), kStatisticsBytes, full);
-      ++dout_step;
-    };
-    const auto load_keys = [&](KeyTile tile, const TensorMap* map, int full, i64 stride_batch, i64 stride_row) {
-      mbarrier_arrive_expect_tx(barrier(full), KeyTile::kBytes);
-      load_rows(tile, map, barrier(full), key_origin(p, sequence, stride_batch, stride_row), first_key, position.head);
-    };
-    Walk ahead = walk;  // Q is needed before dO
-    load_keys(k_smem, &params.k, kKFull, p.k_stride_batch, p.k_stride_row);
-    load_q(ahead);
-    ahead.next();
-    load_keys(v_smem, &params.v, kVFull, p.v_stride_batch, p.v_stride_row);
-    for (; walk.left > 0; walk.next()) {
-      load_dout(walk);
-      if (ahead.left > 0) load_q(ahead), ahead.next();
-    }
+    if (thread_index() == 0) produce(params, sequence, smem, walk, position.head, first_key);
     return;
   }
 
   setmaxnreg_inc<kConsumerRegisters>();
   const int warp = warp_index() & 3, lane = lane_index();
   const int warp_row = warpgroup * 64 + warp * 16, key = first_key + warp_row + lane / 4;  // this thread's keys: key, key + 8
-  const u32 k_keys = operand(k_smem, warpgroup * 64), v_keys = operand(v_smem, warpgroup * 64), k_all = operand(k_smem);
-  const u32 q = operand(q_smem(0)), dout = operand(dout_smem(0)), ds = operand(ScoreTile{smem + kDsOffset});
+  const u32 k_keys = operand(smem.k(), warpgroup * 64), v_keys = operand(smem.v(), warpgroup * 64), k_all = operand(smem.k());
+  const u32 q = operand(smem.q(0)), dout = operand(smem.dout(0)), ds = operand(ScoreTile{smem.base + kDsOffset});
   constexpr int kQueryStage = QueryTile::kBytes / 16, kDsStage = ScoreTile::kBytes / 16;  // in operands
-  const u32 dq_smem = smem + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
+  const u32 first_block = first_query_block(p, sequence), dq_smem = smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
   const Scores scores = scores_of(p, sequence, position.head);
   const KeyMask mask(sequence, first_key + warpgroup * 64, key);
   const auto arrive = [&](u32 at) {  // once a warp, which a wgmma wait or sync_warp has brought together
@@ -125,8 +66,8 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
 
   int step = 0;                                                   // stage step % 2, phase step / 2 % 2
   const auto load_logsumexp = [&](int step) {
-    mbarrier_wait(barrier(kQFull, step & 1), step >> 1 & 1);      // read after write: Q and logsumexp of the step are there
-    load_statistics(logsumexp, smem + kLogsumexpOffset + (step & 1) * kStatisticsBytes);
+    mbarrier_wait(smem.barrier(kQFull, step & 1), step >> 1 & 1);      // read after write: Q and logsumexp of the step are there
+    load_statistics(logsumexp, smem.logsumexp(step & 1));
   };
   const auto start_scores = [&] {
     wgmma_fence();
@@ -167,7 +108,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     start_atb<kHeadDim, kBlockN / 16>(dq_frag, ds + stage * kDsStage, k_all);
     wgmma_wait<0>();
     pin(dq_frag);
-    if (signal) arrive(barrier(kStepDone));
+    if (signal) arrive(smem.barrier(kStepDone));
     if (lane == 0) finish_add();
     sync_warp();
 #pragma unroll
@@ -181,7 +122,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   bool dout_is_there = false;
   const auto compute_p = [&] {
     const int stage = step & 1;
-    if (!dout_is_there) mbarrier_wait(barrier(kDoutFull, stage), step >> 1 & 1);  // read after write: dO and delta are there
+    if (!dout_is_there) mbarrier_wait(smem.barrier(kDoutFull, stage), step >> 1 & 1);  // read after write: dO and delta are there
     wgmma_fence();
     start_abt<KeyTile, QueryTile>(dp_frag, v_keys, dout + stage * kQueryStage);
     wgmma_wait<1>();
@@ -192,7 +133,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     pin(p_frag);
     // Both warpgroups are through with step j - 1: dS_{j-1} is there (read after write), dQ_{j-2} has read what dS_j overwrites.
     // Passes at once at step 0. It also keeps ptxas from waiting for dP before the exponentials.
-    mbarrier_wait(barrier(kStepDone), (step - 1) & 1);
+    mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);
     wgmma_wait<0>();
     pin(dp_frag);
   };
@@ -201,33 +142,33 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     constexpr bool kLast = decltype(last)::kOn;
     const int stage = step & 1;
     float negative_delta[kBlockM / 4];
-    load_statistics(negative_delta, smem + kDeltaOffset + stage * kStatisticsBytes);
+    load_statistics(negative_delta, smem.negative_delta(stage));
     wgmma_fence();
     start_ab<kHeadDim, kBlockM / 16>(dv_frag, p_frag, dout + stage * kQueryStage);
     score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
-    store_scores(ScoreTile{smem + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
+    store_scores(ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
     if constexpr (!kLast) load_logsumexp(step + 1);
     wgmma_fence();
     start_ab<kHeadDim, kBlockM / 16>(dk_frag, ds_frag, q + stage * kQueryStage);
     add_staged();
     ++step;
-    if constexpr (!kLast) dout_is_there = mbarrier_test_wait(barrier(kDoutFull, step & 1), step >> 1 & 1);
+    if constexpr (!kLast) dout_is_there = mbarrier_test_wait(smem.barrier(kDoutFull, step & 1), step >> 1 & 1);
     wgmma_wait<0>();
     sync_warp();
-    arrive(barrier(kDoutEmpty, stage));
-    arrive(barrier(kQEmpty, stage));
+    arrive(smem.barrier(kDoutEmpty, stage));
+    arrive(smem.barrier(kQEmpty, stage));
     if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(stage ^ 1, true);
-    else arrive(barrier(kStepDone));
+    else arrive(smem.barrier(kStepDone));
     if constexpr (!kLast) start_scores();
     previous = record_of(p, first_block + walk.m_block, walk.head);
     if constexpr (kDeterministic) previous_m = walk.m_block;
   };
 
   if (walk.left > 0) {
-    mbarrier_wait(barrier(kKFull), 0);
+    mbarrier_wait(smem.barrier(kKFull), 0);
     load_logsumexp(0);
     start_scores();
-    mbarrier_wait(barrier(kVFull), 0);
+    mbarrier_wait(smem.barrier(kVFull), 0);
     compute_p();
     while (walk.left > 1) {
       compute_gradients(Switch<false>{});
@@ -237,7 +178,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     compute_gradients(Switch<true>{});
     add_staged();
     if ((step & 1) == warpgroup) {
-      mbarrier_wait(barrier(kStepDone), (step - 1) & 1);          // read after write: the other warpgroup's half of the last dS
+      mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);          // read after write: the other warpgroup's half of the last dS
       compute_dq((step - 1) & 1, false);
       add_staged();
     }

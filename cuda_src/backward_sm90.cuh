@@ -1,78 +1,51 @@
-// What both Hopper backwards are made of: tiles as TMA writes and wgmma reads them, the three kinds of products, the walk over
-// query blocks, probabilities, turns.
+// What both Hopper backwards share: shared memory and the loads into it, the walk over query blocks, masks, probabilities, turns.
 #pragma once
-#include "ptx_sm90.cuh"
+#include "backward_tiles_sm90.cuh"
 #include "scores.cuh"
 #include "workspace_sm90.cuh"
 
 static_assert(kHeadDim == kHeadDimV, "one head dim for q, k and v");
 static_assert(!(kHasKeyRanges || kHasMask || kHasBias || kHasAlibi || kHasDropout), "features of the portable backward");
+static_assert(kNumStages == 2, "stages and their phases are bits of a step counter");
 
-// ---- tiles: slabs of 64 columns (128 bytes, the swizzle's width), slab after slab; 16-byte chunk c of row r lies at c ^ r % 8 ----
-template <int kRowCount, int kColumnCount> struct SlabTile {
-  static constexpr int kRows = kRowCount, kSlabs = (kColumnCount + 63) / 64;
-  static constexpr int kSlabBytes = kRows * 128, kBytes = kSlabs * kSlabBytes;
-  u32 base;  // multiple of 1024, where the swizzle's pattern starts
+using KeyTile = SlabTile<kBlockN, kHeadDim>;    // K, V
+using QueryTile = SlabTile<kBlockM, kHeadDim>;  // Q, dO
+using ScoreTile = SlabTile<kBlockN, kBlockM>;   // dS^T
+
+// Shared memory: K | V | Q stages | dO stages | logsumexp stages | -delta stages | barriers | what the kernel has beside these.
+constexpr int kVOffset = KeyTile::kBytes, kQOffset = kVOffset + KeyTile::kBytes, kDoutOffset = kQOffset + 2 * QueryTile::kBytes;
+constexpr int kStatisticsBytes = kBlockM * 4, kLogsumexpOffset = kDoutOffset + 2 * QueryTile::kBytes;
+constexpr int kDeltaOffset = kLogsumexpOffset + 2 * kStatisticsBytes, kBarrierOffset = kDeltaOffset + 2 * kStatisticsBytes;
+constexpr int kOwnOffset = kBarrierOffset + 1024;  // a multiple of 1024 again
+// Barriers, in bytes; those with stages have two.
+constexpr int kKFull = 0, kVFull = 8, kQFull = 16, kQEmpty = 32, kDoutFull = 48, kDoutEmpty = 64, kOwnBarriers = 80;
+static_assert(kOwnOffset % 1024 == 0);
+
+constexpr int kConsumerWarps = 8;
+// 65536 registers: 24 * 128 where one thread issues loads, 240 * 256 where the accumulators live.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+struct SharedMemory {
+  u32 base;
+  DEVICE KeyTile k() const { return {base}; }
+  DEVICE KeyTile v() const { return {base + kVOffset}; }
+  DEVICE QueryTile q(int stage) const { return {base + kQOffset + stage * QueryTile::kBytes}; }
+  DEVICE QueryTile dout(int stage) const { return {base + kDoutOffset + stage * QueryTile::kBytes}; }
+  DEVICE u32 logsumexp(int stage) const { return base + kLogsumexpOffset + stage * kStatisticsBytes; }
+  DEVICE u32 negative_delta(int stage) const { return base + kDeltaOffset + stage * kStatisticsBytes; }
+  DEVICE u32 barrier(int which, int stage = 0) const { return base + kBarrierOffset + which + stage * 8; }
+  // By one thread; the caller makes it visible.
+  DEVICE void init_barriers() const {
+    mbarrier_init(barrier(kKFull), 1);
+    mbarrier_init(barrier(kVFull), 1);
+    for (int stage = 0; stage < 2; ++stage) {
+      mbarrier_init(barrier(kQFull, stage), 1);
+      mbarrier_init(barrier(kQEmpty, stage), kConsumerWarps);
+      mbarrier_init(barrier(kDoutFull, stage), 1);
+      mbarrier_init(barrier(kDoutEmpty, stage), kConsumerWarps);
+    }
+  }
 };
-
-// A wgmma descriptor is 64 bits of which only the lower half varies here: address and distance of neighbouring slabs, in 16-byte
-// units. The upper half: 1024 bytes from one group of 8 rows to the next, 128-byte swizzle. Kept as 32 bits and completed at
-// the use: as 64-bit values ptxas would hold (and spill) dozens of them.
-DEVICE u64 descriptor(u32 low) { return (u64)(1u << 30 | 1024 / 16) << 32 | low; }
-template <class T> DEVICE u32 operand(T tile, int row = 0) {
-  return (u32)(T::kSlabBytes / 16) << 16 | (tile.base + row * 128 & 0x3ffff) >> 4;
-}
-// Step k of 16 in the reduced dimension: 32 bytes on in a row, or 16 rows on.
-template <class T> DEVICE u32 along_row(u32 operand, int k) { return operand + k / 4 * (T::kSlabBytes / 16) + k % 4 * 2; }
-DEVICE u32 down_rows(u32 operand, int k) { return operand + k * (16 * 128 / 16); }
-
-// ---- products, started and committed as one group; operands as operand() gives them ----
-
-// acc [64 x N] = A B^T over kHeadDim: 64 rows of tile A, N rows of tile B.
-template <class A, class B> DEVICE void start_abt(float (&acc)[B::kRows / 2], u32 a, u32 b) {
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k)
-    wgmma_ss<B::kRows, kIsBf16, false, false>(acc, descriptor(along_row<A>(a, k)), descriptor(along_row<B>(b, k)), k > 0);
-  wgmma_commit();
-}
-// acc [64 x N] += A B over the rows of B: A in registers.
-template <int N, int kSteps> DEVICE void start_ab(float (&acc)[N / 2], const u32 (&a_frag)[4 * kSteps], u32 b) {
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k)
-    wgmma_rs<N, kIsBf16, true>(acc, a_frag[4 * k], a_frag[4 * k + 1], a_frag[4 * k + 2], a_frag[4 * k + 3], descriptor(down_rows(b, k)), true);
-  wgmma_commit();
-}
-// acc [64 x N] = A^T B over the rows of both.
-template <int N, int kSteps> DEVICE void start_atb(float (&acc)[N / 2], u32 a, u32 b) {
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) wgmma_ss<N, kIsBf16, true, true>(acc, descriptor(down_rows(a, k)), descriptor(down_rows(b, k)), k > 0);
-  wgmma_commit();
-}
-
-// ---- TMA ----
-
-// Rows that are not of the sequence never enter shared memory, whatever they hold (another sequence, a stale cache, NaN): the
-// tensor map cuts a tile off at the sequence's end and fills up with zeros. Padded batches end where the map does. For packed
-// rows and for seqused_k the map (head_dim, x, heads, y, z) has row strides in x and y, 2^30 rows in x, and such a stride in z that
-// z = 2^30 takes 2^30 rows back: x = 2^30 - length + row, y = start + length is row `row`, and beyond `length` x is outside.
-constexpr int kRaggedRows = 1 << 30;
-struct RowOrigin {
-  int x, y, z;  // of row 0
-};
-DEVICE RowOrigin origin_of(bool ragged, int batch, i64 start, int length) {
-  if (ragged) return {kRaggedRows - length, (int)start + length, kRaggedRows};
-  return {0, batch, 0};
-}
-template <class T> DEVICE void load_rows(T tile, const TensorMap* map, u32 barrier, RowOrigin origin, int row, int head) {
-#pragma unroll
-  for (int slab = 0; slab < T::kSlabs; ++slab)
-    tma_load_5d(tile.base + slab * T::kSlabBytes, map, barrier, slab * 64, origin.x + row, head, origin.y, origin.z);
-}
-// First row of the sequence in a tensor of keys; without cu_seqlens batches are whole numbers of rows apart (the launcher sees to it).
-DEVICE RowOrigin key_origin(const Params& p, const Sequence& s, i64 stride_batch, i64 stride_row) {
-  if (p.cu_seqlens_k || !p.seqused_k) return origin_of(p.cu_seqlens_k != nullptr, s.batch, s.k_start, s.k_length);
-  return origin_of(true, s.batch, s.batch * (stride_batch / stride_row), s.k_length);
-}
 
 // ---- which keys, which queries ----
 
@@ -107,6 +80,57 @@ struct Walk {
     if (++m_block == m_blocks.end) m_block = m_blocks.begin, ++head;
   }
 };
+
+// ---- the producer: one thread ----
+
+// First row of the sequence in a tensor of keys; without cu_seqlens batches are whole numbers of rows apart (the launcher sees to it).
+DEVICE RowOrigin key_origin(const Params& p, const Sequence& s, i64 stride_batch, i64 stride_row) {
+  if (p.cu_seqlens_k || !p.seqused_k) return origin_of(p.cu_seqlens_k != nullptr, s.batch, s.k_start, s.k_length);
+  return origin_of(true, s.batch, s.batch * (stride_batch / stride_row), s.k_length);
+}
+
+// Loads K and V once, then Q with logsumexp and dO with -delta of every step, Q one step ahead because it is needed first.
+DEVICE void produce(const ParamsSm90& params, const Sequence& s, SharedMemory smem, Walk walk, int kv_head, int first_key) {
+  const Params& p = params.common;
+  const RowOrigin queries = origin_of(p.cu_seqlens_q != nullptr, s.batch, s.q_start, s.q_length);
+  const u32 first_block = first_query_block(p, s);
+  const auto load_keys = [&](KeyTile tile, const TensorMap& map, u32 full, i64 stride_batch, i64 stride_row) {
+    mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
+    load_rows(tile, &map, full, key_origin(p, s, stride_batch, stride_row), first_key, kv_head);
+  };
+  const auto load_queries = [&](QueryTile tile, const TensorMap& map, u32 statistics, const float* source, u32 full, const Walk& at) {
+    mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
+    load_rows(tile, &map, full, queries, at.m_block * kBlockM, at.head);
+    bulk_load(statistics, source, kStatisticsBytes, full);
+  };
+  const auto record = [&](const Walk& at) { return record_of(p, first_block + at.m_block, at.head); };
+  int q_step = 0, dout_step = 0;
+  const auto load_q = [&](const Walk& at) {
+    const int stage = q_step & 1;
+    mbarrier_wait(smem.barrier(kQEmpty, stage), (q_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with Q and logsumexp
+    load_queries(smem.q(stage), params.q, smem.logsumexp(stage), logsumexp_of(p, record(at)), smem.barrier(kQFull, stage), at);
+    ++q_step;
+  };
+  const auto load_dout = [&](const Walk& at) {
+    const int stage = dout_step & 1;
+    mbarrier_wait(smem.barrier(kDoutEmpty, stage), (dout_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with dO and delta
+    load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_of(p, record(at)), smem.barrier(kDoutFull, stage), at);
+    ++dout_step;
+  };
+
+  if (walk.left == 0) return;
+  Walk ahead = walk;
+  load_keys(smem.k(), params.k, smem.barrier(kKFull), p.k_stride_batch, p.k_stride_row);
+  load_q(ahead);
+  ahead.next();
+  load_keys(smem.v(), params.v, smem.barrier(kVFull), p.v_stride_batch, p.v_stride_row);
+  for (; walk.left > 0; walk.next()) {
+    load_dout(walk);
+    if (ahead.left > 0) load_q(ahead), ahead.next();
+  }
+}
+
+// ---- masks ----
 
 // Queries that see the two keys (j, j + 8) of a thread, and those that see all 64 from `first_key` on. Ends without a left window lie
 // beyond all rows: rows that are none have logsumexp +inf.
