@@ -255,15 +255,24 @@ def _interval(function, rows: _Rows):
     return None
 
 
-_WORDS = {
-    _causal: "causal",
-    _newer_than: "window",
-    _near: "window",
-    _same_chunk: "chunk",
-    _same_document: "packed",
-    _same_block: "blocks",
-    _disjunction: "union",
-}
+_WORDS = (
+    (_causal, "causal"),
+    (_newer_than, "window"),
+    (_near, "window"),
+    (_same_chunk, "chunk"),
+    (_same_document, "packed"),
+    (_same_block, "blocks"),
+    (_disjunction, "union"),
+)
+
+
+def _word(read) -> str | None:
+    """What reports call a mask function. A loop, because guards of compiled graphs cannot look functions up."""
+    function = read.func if isinstance(read, partial) else read
+    for known, word in _WORDS:
+        if function is known:
+            return word
+    return None
 
 
 def recover(
@@ -285,14 +294,14 @@ def recover(
         word = "unrecognised"
         if band is not None:
             left, right = min(left, band[0]), min(right, band[1])
-            word = _WORDS.get(part.func if isinstance(part, partial) else part)
+            word = _word(part)
         else:
             interval = _interval(part, rows)
             if interval is None:
                 unknown.append(part)
             else:
                 ranges.append(interval)
-                word = _WORDS[part.func]
+                word = _word(part)
         if word:
             words.append(word)
     shift = 0
