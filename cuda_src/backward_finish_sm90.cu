@@ -12,17 +12,15 @@ KERNEL(kThreads, 1) attention_backward_finish_sm90(GRID_CONSTANT Params p) {
   const int first = position.block * kBlockM;
   if (first >= sequence.q_length) return;
 
-  const F32x4* dq_accum = (const F32x4*)(dq_of(p, record_of(p, first_query_block(p, sequence) + position.block, position.head)) + warp_index() * kWarpDqFloats);
+  const u32 record = record_of(p, first_query_block(p, sequence) + position.block, position.head);
+  const F32x4* sums = (const F32x4*)(dq_sums(p, record) + warp_index() * kWarpDqFloats) + lane_index();
   float acc[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 8; ++i) {
-    const F32x4 v = ld_global(dq_accum + (i * 32 + lane_index()));
-    acc[4 * i] = v.x, acc[4 * i + 1] = v.y, acc[4 * i + 2] = v.z, acc[4 * i + 3] = v.w;
+    const F32x4 sum = ld_global(sums + i * 32);
+    acc[4 * i] = sum.x * p.softmax_scale, acc[4 * i + 1] = sum.y * p.softmax_scale;
+    acc[4 * i + 2] = sum.z * p.softmax_scale, acc[4 * i + 3] = sum.w * p.softmax_scale;
   }
-  const i64 i = first + warp_index() * 16 + (lane_index() >> 2);
-  u16* dq = p.dq + head_offset(position.batch, sequence.q_start, position.head, p.dq_stride_batch, p.dq_stride_row, p.dq_stride_head) +
-            i * p.dq_stride_row;
-#pragma unroll
-  for (int column = 0; column < kHeadDim; column += 32)
-    store_rows(acc + column / 2, p.softmax_scale, dq + column, p.dq_stride_row, sequence.q_length - (int)i, p.head_dim - column);
+  const Rows<u16> dq = dq_of(p, sequence, position.head);
+  store_accumulators(dq.first, dq.stride, first + warp_index() * 16 + (lane_index() >> 2), sequence.q_length, p.head_dim, acc);
 }

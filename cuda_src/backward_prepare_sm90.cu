@@ -30,21 +30,21 @@ KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
   const u32 record = record_of(p, first_query_block(p, sequence) + position.block, position.head);
 
   // All loads first: the kernel is as fast as memory only with many of them under way.
-  const u16* out = p.out + head_offset(position.batch, sequence.q_start, position.head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
-  const u16* dout = p.dout + head_offset(position.batch, sequence.q_start, position.head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head);
+  const Rows<const u16> out = rows_of((const u16*)p.out, position.batch, sequence.q_start, position.head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
+  const Rows<const u16> dout = dout_of(p, sequence, position.head);
   const int chunk = thread_index() % kLanes, row = thread_index() / kLanes;
   U32x4 out_frag[kPasses], dout_frag[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const i64 i = first + row + pass * kRowsPerPass;
+    const int i = first + row + pass * kRowsPerPass;
     out_frag[pass] = dout_frag[pass] = U32x4{0, 0, 0, 0};
     if (i < sequence.q_length && chunk * 8 < p.head_dim_v) {
-      out_frag[pass] = ld_global((const U32x4*)(out + (i * p.out_stride_row + chunk * 8)));
-      dout_frag[pass] = ld_global((const U32x4*)(dout + (i * p.dout_stride_row + chunk * 8)));
+      out_frag[pass] = ld_global((const U32x4*)(out.from(i).first + chunk * 8));
+      dout_frag[pass] = ld_global((const U32x4*)(dout.from(i).first + chunk * 8));
     }
   }
 
-  float* dq = dq_of(p, record);
+  float* dq = dq_sums(p, record);
 #pragma unroll
   for (int i = 0; i < kDqFloats / (4 * kThreads); ++i) st_global((F32x4*)dq + (i * kThreads + thread_index()), F32x4{0.f, 0.f, 0.f, 0.f});
   if (p.dq_turns && thread_index() == 0) st_global(p.dq_turns + record, 0);
@@ -63,8 +63,8 @@ KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
         if (p.dlogsumexp) delta -= ld_global(p.dlogsumexp + statistics + i);
         if (p.delta) st_global(p.delta + statistics + i, delta);
       }
-      st_global(logsumexp_of(p, record) + local, logsumexp == negative_infinity() ? -negative_infinity() : logsumexp * kLog2e);
-      st_global(negative_delta_of(p, record) + local, i < sequence.q_length ? -delta : 0.f);
+      st_global(logsumexp_rows(p, record) + local, logsumexp == negative_infinity() ? -negative_infinity() : logsumexp * kLog2e);
+      st_global(negative_delta_rows(p, record) + local, i < sequence.q_length ? -delta : 0.f);
     }
   }
 }

@@ -47,9 +47,12 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   setmaxnreg_inc<kConsumerRegisters>();
   const int warp = warp_index() & 3, lane = lane_index();
   const int warp_row = warpgroup * 64 + warp * 16, key = first_key + warp_row + lane / 4;  // this thread's keys: key, key + 8
-  const u32 k_keys = operand(smem.k(), warpgroup * 64), v_keys = operand(smem.v(), warpgroup * 64), k_all = operand(smem.k());
-  const u32 q = operand(smem.q(0)), dout = operand(smem.dout(0)), ds = operand(ScoreTile{smem.base + kDsOffset});
-  constexpr int kQueryStage = QueryTile::kBytes / 16, kDsStage = ScoreTile::kBytes / 16;  // in operands
+  const Operand k_keys = smem.k().operand(warpgroup * 64), v_keys = smem.v().operand(warpgroup * 64), k_all = smem.k().operand();
+  const Operand q = smem.q(0).operand(), dout = smem.dout(0).operand(), ds = ScoreTile{smem.base + kDsOffset}.operand();
+  const auto at_stage = [](Operand first, int stage, int bytes) { return Operand{first.low + stage * (bytes / 16)}; };
+  const auto q_at = [&](int stage) { return at_stage(q, stage, QueryTile::kBytes); };
+  const auto dout_at = [&](int stage) { return at_stage(dout, stage, QueryTile::kBytes); };
+  const auto ds_at = [&](int stage) { return at_stage(ds, stage, ScoreTile::kBytes); };
   const u32 first_block = first_query_block(p, sequence), dq_smem = smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
   const Scores scores = scores_of(p, sequence, position.head);
   const KeyMask mask(sequence, first_key + warpgroup * 64, key);
@@ -69,9 +72,9 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     mbarrier_wait(smem.barrier(kQFull, step & 1), step >> 1 & 1);      // read after write: Q and logsumexp of the step are there
     load_statistics(logsumexp, smem.logsumexp(step & 1));
   };
-  const auto start_scores = [&] {
+  const auto issue_scores = [&] {
     wgmma_fence();
-    start_abt<KeyTile, QueryTile>(s_frag, k_keys, q + (step & 1) * kQueryStage);
+    issue_multiply_transposed<KeyTile, QueryTile>(s_frag, k_keys, q_at(step & 1));
   };
 
   // dQ is staged by one step's end and added after the next step's fence, which the copy engine needs.
@@ -94,7 +97,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
       if constexpr (kDeterministic) finish_add();
       if (staged != kNone) {
         if constexpr (kDeterministic) await_turn(p, staged, 4 * staged_turn);
-        bulk_reduce_add_f32(dq_of(p, staged) + warp * kWarpDqFloats, dq_smem, kWarpDqBytes);
+        bulk_reduce_add_f32(dq_sums(p, staged) + warp * kWarpDqFloats, dq_smem, kWarpDqBytes);
         bulk_commit();
         added = staged;
       }
@@ -105,7 +108,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const auto compute_dq = [&](int stage, bool signal) {
     float dq_frag[kHeadDim / 2];                                  // [kBlockM, kHeadDim]
     wgmma_fence();
-    start_atb<kHeadDim, kBlockN / 16>(dq_frag, ds + stage * kDsStage, k_all);
+    issue_transposed_multiply<kHeadDim, ScoreTile, KeyTile>(dq_frag, ds_at(stage), k_all);
     wgmma_wait<0>();
     pin(dq_frag);
     if (signal) arrive(smem.barrier(kStepDone));
@@ -124,7 +127,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     const int stage = step & 1;
     if (!dout_is_there) mbarrier_wait(smem.barrier(kDoutFull, stage), step >> 1 & 1);  // read after write: dO and delta are there
     wgmma_fence();
-    start_abt<KeyTile, QueryTile>(dp_frag, v_keys, dout + stage * kQueryStage);
+    issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, v_keys, dout_at(stage));
     wgmma_wait<1>();
     pin(s_frag);
     mask.apply(s_frag, walk.m_block * kBlockM);
@@ -144,12 +147,12 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     float negative_delta[kBlockM / 4];
     load_statistics(negative_delta, smem.negative_delta(stage));
     wgmma_fence();
-    start_ab<kHeadDim, kBlockM / 16>(dv_frag, p_frag, dout + stage * kQueryStage);
+    issue_multiply<QueryTile>(dv_frag, p_frag, dout_at(stage));
     score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
     store_scores(ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
     if constexpr (!kLast) load_logsumexp(step + 1);
     wgmma_fence();
-    start_ab<kHeadDim, kBlockM / 16>(dk_frag, ds_frag, q + stage * kQueryStage);
+    issue_multiply<QueryTile>(dk_frag, ds_frag, q_at(stage));
     add_staged();
     ++step;
     if constexpr (!kLast) dout_is_there = mbarrier_test_wait(smem.barrier(kDoutFull, step & 1), step >> 1 & 1);
@@ -159,7 +162,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     arrive(smem.barrier(kQEmpty, stage));
     if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(stage ^ 1, true);
     else arrive(smem.barrier(kStepDone));
-    if constexpr (!kLast) start_scores();
+    if constexpr (!kLast) issue_scores();
     previous = record_of(p, first_block + walk.m_block, walk.head);
     if constexpr (kDeterministic) previous_m = walk.m_block;
   };
@@ -167,7 +170,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   if (walk.left > 0) {
     mbarrier_wait(smem.barrier(kKFull), 0);
     load_logsumexp(0);
-    start_scores();
+    issue_scores();
     mbarrier_wait(smem.barrier(kVFull), 0);
     compute_p();
     while (walk.left > 1) {
@@ -186,7 +189,11 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
 
   pin(dk_frag);
   pin(dv_frag);
-  store_gradient(dv_frag, 1.f, p, warp_row, p.dv, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head);
-  store_gradient(dk_frag, p.softmax_scale, p, warp_row, p.dk, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head);
+  // Where the CTA stands is computed again: that costs less than holding it in registers through the main loop (uniform() keeps the
+  // compiler from finding out).
+  const Position here = key_block_of(p, uniform(block_index()));
+  const Sequence keys = sequence_of(p, here.batch);
+  store_gradient(dv_frag, 1.f, dv_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
+  store_gradient(dk_frag, p.softmax_scale, dk_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
   if (lane == 0) finish_add();                                    // shared memory outlives the last add
 }

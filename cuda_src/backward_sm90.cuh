@@ -1,7 +1,7 @@
 // What both Hopper backwards share: shared memory and the loads into it, the walk over query blocks, masks, probabilities, turns.
 #pragma once
-#include "backward_tiles_sm90.cuh"
 #include "scores.cuh"
+#include "tile_sm90.cuh"
 #include "workspace_sm90.cuh"
 
 static_assert(kHeadDim == kHeadDimV, "one head dim for q, k and v");
@@ -83,6 +83,23 @@ struct Walk {
 
 // ---- the producer: one thread ----
 
+// Rows that are not of the sequence never enter shared memory, whatever they hold (another sequence, a stale cache, NaN): the
+// tensor map cuts a tile off at the sequence's end and fills up with zeros. Padded batches end where the map does. For packed
+// rows and for seqused_k the map (head_dim, x, heads, y, z) has row strides in x and y, 2^30 rows in x, and such a stride in z that
+// z = 2^30 takes 2^30 rows back: x = 2^30 - length + row, y = start + length is row `row`, and beyond `length` x is outside.
+constexpr int kRaggedRows = 1 << 30;
+struct RowOrigin {
+  int x, y, z;  // of row 0
+};
+DEVICE RowOrigin origin_of(bool ragged, int batch, i64 start, int length) {
+  if (ragged) return {kRaggedRows - length, (int)start + length, kRaggedRows};
+  return {0, batch, 0};
+}
+template <class T> DEVICE void load_rows(T tile, const TensorMap* map, u32 barrier, RowOrigin origin, int row, int head) {
+#pragma unroll
+  for (int slab = 0; slab < T::kSlabs; ++slab)
+    tma_load_5d(tile.base + slab * T::kSlabBytes, map, barrier, slab * 64, origin.x + row, head, origin.y, origin.z);
+}
 // First row of the sequence in a tensor of keys; without cu_seqlens batches are whole numbers of rows apart (the launcher sees to it).
 DEVICE RowOrigin key_origin(const Params& p, const Sequence& s, i64 stride_batch, i64 stride_row) {
   if (p.cu_seqlens_k || !p.seqused_k) return origin_of(p.cu_seqlens_k != nullptr, s.batch, s.k_start, s.k_length);
@@ -108,13 +125,13 @@ DEVICE void produce(const ParamsSm90& params, const Sequence& s, SharedMemory sm
   const auto load_q = [&](const Walk& at) {
     const int stage = q_step & 1;
     mbarrier_wait(smem.barrier(kQEmpty, stage), (q_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with Q and logsumexp
-    load_queries(smem.q(stage), params.q, smem.logsumexp(stage), logsumexp_of(p, record(at)), smem.barrier(kQFull, stage), at);
+    load_queries(smem.q(stage), params.q, smem.logsumexp(stage), logsumexp_rows(p, record(at)), smem.barrier(kQFull, stage), at);
     ++q_step;
   };
   const auto load_dout = [&](const Walk& at) {
     const int stage = dout_step & 1;
     mbarrier_wait(smem.barrier(kDoutEmpty, stage), (dout_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with dO and delta
-    load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_of(p, record(at)), smem.barrier(kDoutFull, stage), at);
+    load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_rows(p, record(at)), smem.barrier(kDoutFull, stage), at);
     ++dout_step;
   };
 
@@ -128,6 +145,16 @@ DEVICE void produce(const ParamsSm90& params, const Sequence& s, SharedMemory sm
     load_dout(walk);
     if (ahead.left > 0) load_q(ahead), ahead.next();
   }
+}
+
+// ---- dQ = dS K ----
+
+// acc [64, kColumns] = A^T B over the rows of both tiles.
+template <int kColumns, class A, class B> DEVICE void issue_transposed_multiply(float (&acc)[kColumns / 2], Operand a, Operand b) {
+  static_assert(A::kRows == B::kRows && A::kColumns == 64, "reduced dimension");
+#pragma unroll
+  for (int k = 0; k < B::kRows / 16; ++k) wgmma_ss<kColumns, kIsBf16, true, true>(acc, a.at(A::across(k)), b.at(B::across(k)), k != 0);
+  wgmma_commit();
 }
 
 // ---- masks ----
@@ -209,17 +236,11 @@ template <class T, int kCount> DEVICE void store_scores(T tile, int warp_row, co
   for (int k = 0; k < 4; ++k) stmatrix_x4(address ^ k << 5, {ds_frag[4 * k], ds_frag[4 * k + 1], ds_frag[4 * k + 2], ds_frag[4 * k + 3]});
 }
 
-// dK or dV of a warp's 16 keys, from `warp_row` of the CTA's on. Where the CTA stands is computed again: that costs less than holding it
-// in registers through the main loop (`uniform` keeps the compiler from finding out).
-template <int kCount>
-DEVICE void store_gradient(const float (&acc)[kCount], float scale, const Params& p, int warp_row, u16* gradient, i64 stride_batch, i64 stride_row, i64 stride_head) {
-  const Position position = key_block_of(p, uniform(block_index()));
-  const Sequence sequence = sequence_of(p, position.batch);
-  const int key = position.block * kBlockN + warp_row + (lane_index() >> 2);
-  gradient += head_offset(position.batch, sequence.k_start + key, position.head, stride_batch, stride_row, stride_head);
+// dK or dV of a warpgroup's 64 keys, scaled; `warp_row` is the warp's first of the CTA's rows.
+template <int kCount> DEVICE void store_gradient(float (&acc)[kCount], float scale, Rows<u16> rows, int first_key, int warp_row, const Sequence& s, int head_dim) {
 #pragma unroll
-  for (int column = 0; column < kHeadDim; column += 32)
-    store_rows(acc + column / 2, scale, gradient + column, stride_row, sequence.k_rows - key, p.head_dim - column);
+  for (int i = 0; i < kCount; ++i) acc[i] *= scale;
+  store_accumulators(rows.first, rows.stride, first_key + warp_row + (lane_index() >> 2), s.k_rows, head_dim, acc);
 }
 
 // ---- deterministic dq: key blocks add to a query block in falling order ----

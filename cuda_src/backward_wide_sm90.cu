@@ -53,9 +53,8 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   setmaxnreg_inc<kConsumerRegisters>();
   const int warp = warp_index() & 3, lane = lane_index();
   const int column = kTurns ? 0 : warpgroup * kDqColumns;             // of dQ
-  const u32 k = operand(smem.k()), v = operand(smem.v()), q = operand(smem.q(0)), dout = operand(smem.dout(0));
-  const u32 ds = operand(ScoreTile{smem.base + kDsOffset}), k_columns = k + column / 64 * (KeyTile::kSlabBytes / 16);
-  constexpr int kQueryStage = QueryTile::kBytes / 16, kDsStage = ScoreTile::kBytes / 16;  // in operands
+  const Operand k = smem.k().operand(), v = smem.v().operand(), k_columns = Operand{k.low + column / 64 * (KeyTile::kSlabBytes / 16)};
+  const auto ds_smem = [&](int stage) { return ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}; };
   const u32 p_smem = smem.base + kPOffset + (warp * 32 + lane) * 16;  // of this thread and its counterpart
   const u32 first_block = first_query_block(p, sequence);
   const auto arrive = [&](u32 at) {
@@ -73,10 +72,10 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   u32 previous = 0;                                                   // its record
   int previous_m = 0;
   const auto dq_is_due = [&] { return step > 0 && (!kTurns || (step - 1 & 1) == warpgroup); };
-  const auto start_dq = [&](float (&dq_frag)[kDqColumns / 2]) {
+  const auto issue_dq = [&](float (&dq_frag)[kDqColumns / 2]) {
     wait(kDsFull, step - 1);                                          // read after write: dS^T is there, from all its warps
     wgmma_fence();
-    start_atb<kDqColumns, kBlockN / 16>(dq_frag, ds + (step - 1 & 1) * kDsStage, k_columns);
+    issue_transposed_multiply<kDqColumns, ScoreTile, KeyTile>(dq_frag, ds_smem(step - 1 & 1).operand(), k_columns);
   };
   const auto add_dq = [&](const float (&dq_frag)[kDqColumns / 2]) {
     arrive(smem.barrier(kDsEmpty, step - 1 & 1));
@@ -84,7 +83,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
       if (warp == 0 && lane == 0) await_turn(p, previous, kAddersPerBlock * turns_before(sequence, n_block, previous_m));
       barrier_sync(1 + warpgroup, 128);                               // our turn has come, for all threads
     }
-    float* dq = dq_of(p, previous) + warp * kWarpDqFloats + column / 8 * 128 + lane * 4;
+    float* dq = dq_sums(p, previous) + warp * kWarpDqFloats + column / 8 * 128 + lane * 4;
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
       red_add_global(dq + i * 128, F32x4{dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2], dq_frag[4 * i + 3]});
@@ -95,17 +94,17 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
     }
   };
   // gradient += A B, dQ of the step before ahead of it where it is due: the sums leave while this product runs.
-  const auto multiply = [&](const u32 (&a_frag)[kBlockM / 4], u32 b) {
+  const auto multiply = [&](const u32 (&a_frag)[kBlockM / 4], Operand b) {
     if (dq_is_due()) {
       float dq_frag[kDqColumns / 2];                                  // [kBlockM, kDqColumns]
-      start_dq(dq_frag);
-      start_ab<kHeadDim, kBlockM / 16>(gradient, a_frag, b);
+      issue_dq(dq_frag);
+      issue_multiply<QueryTile>(gradient, a_frag, b);
       wgmma_wait<1>();
       pin(dq_frag);
       add_dq(dq_frag);
     } else {
       wgmma_fence();
-      start_ab<kHeadDim, kBlockM / 16>(gradient, a_frag, b);
+      issue_multiply<QueryTile>(gradient, a_frag, b);
     }
     wgmma_wait<0>();
     pin(gradient);
@@ -115,7 +114,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   const auto last_dq = [&] {
     if (!dq_is_due()) return;
     float dq_frag[kDqColumns / 2];
-    start_dq(dq_frag);
+    issue_dq(dq_frag);
     wgmma_wait<0>();
     pin(dq_frag);
     add_dq(dq_frag);
@@ -132,7 +131,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
       wait(kQFull, step);                                             // read after write: Q and logsumexp are there
       load_statistics(logsumexp, smem.logsumexp(stage));
       wgmma_fence();
-      start_abt<KeyTile, QueryTile>(s_frag, k, q + stage * kQueryStage);
+      issue_multiply_transposed<KeyTile, QueryTile>(s_frag, k, smem.q(stage).operand());
       wgmma_wait<0>();
       pin(s_frag);
       arrive(smem.barrier(kQEmpty, stage));
@@ -147,11 +146,11 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
       arrive(smem.barrier(kPFull));
       // dV += P^T dO
       wait(kDoutFull, step);                                          // read after write: dO is there
-      multiply(p_frag, dout + stage * kQueryStage);
+      multiply(p_frag, smem.dout(stage).operand());
       arrive(smem.barrier(kDoutEmpty, stage));
     }
     last_dq();
-    store_gradient(gradient, 1.f, p, warp * 16, p.dv, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head);
+    store_gradient(gradient, 1.f, dv_of(p, sequence, position.head), first_key, warp * 16, sequence, p.head_dim);
   } else {
     if (walk.left > 0) mbarrier_wait(smem.barrier(kVFull), 0);        // read after write: V is there
     for (; walk.left > 0; walk.next(), ++step) {
@@ -161,7 +160,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
       wait(kDoutFull, step);                                          // read after write: dO and delta are there
       load_statistics(negative_delta, smem.negative_delta(stage));
       wgmma_fence();
-      start_abt<KeyTile, QueryTile>(dp_frag, v, dout + stage * kQueryStage);
+      issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, v, smem.dout(stage).operand());
       wgmma_wait<0>();
       pin(dp_frag);
       arrive(smem.barrier(kDoutEmpty, stage));
@@ -176,15 +175,15 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
       u32 ds_frag[kBlockM / 4];
       score_gradients(ds_frag, p_frag, dp_frag, negative_delta);
       mbarrier_wait(smem.barrier(kDsEmpty, stage), (step >> 1 & 1) ^ 1);  // write after read: dQ of two steps ago is done
-      store_scores(ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}, warp * 16, ds_frag);
+      store_scores(ds_smem(stage), warp * 16, ds_frag);
       fence_proxy_async();                                            // dS^T is written by stores and read by wgmma
       arrive(smem.barrier(kDsFull, stage));
       // dK += dS^T Q
       wait(kQFull, step);                                             // read after write: Q is there
-      multiply(ds_frag, q + stage * kQueryStage);
+      multiply(ds_frag, smem.q(stage).operand());
       arrive(smem.barrier(kQEmpty, stage));
     }
     last_dq();
-    store_gradient(gradient, p.softmax_scale, p, warp * 16, p.dk, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head);
+    store_gradient(gradient, p.softmax_scale, dk_of(p, sequence, position.head), first_key, warp * 16, sequence, p.head_dim);
   }
 }

@@ -1,4 +1,4 @@
-// What the three kernels of the Hopper backward hand to each other, and how accumulators become rows of a gradient.
+// What the three kernels of the Hopper backward hand to each other.
 //
 // Params.dq_accum is one record for every block of kBlockM queries that a sequence has, per query head:
 //   kBlockM * kHeadDim floats   dq before scaling, in the order of wgmma's accumulators: [4 warps][kHeadDim / 8][32 lanes][4],
@@ -11,6 +11,7 @@
 #pragma once
 #include "seqlen.cuh"
 #include "tile.cuh"
+#include "tile_sm90.cuh"
 
 static_assert(kBlockM == 64 && kHeadDim % 32 == 0, "a record is one wgmma tile of 64 rows");
 constexpr int kDqFloats = kBlockM * kHeadDim, kRecordFloats = kDqFloats + 2 * kBlockM;
@@ -21,36 +22,6 @@ DEVICE u32 first_query_block(const Params& p, const Sequence& s) {
   return p.cu_seqlens_q ? (u32)(s.q_start / kBlockM) + s.batch : (u32)s.batch * p.m_blocks;
 }
 DEVICE u32 record_of(const Params& p, u32 query_block, int head) { return query_block * p.num_heads_q + head; }
-DEVICE float* dq_of(const Params& p, u32 record) { return p.dq_accum + (i64)record * kRecordFloats; }
-DEVICE float* logsumexp_of(const Params& p, u32 record) { return dq_of(p, record) + kDqFloats; }
-DEVICE float* negative_delta_of(const Params& p, u32 record) { return dq_of(p, record) + kDqFloats + kBlockM; }
-
-// Lane t of a quad gives a[j] and gets lane j's a[t].
-DEVICE void transpose_in_quad(u32 (&a)[4]) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit <<= 1) {
-    const bool upper = lane_index() & bit;
-#pragma unroll
-    for (int low = 0; low < 4; ++low) {
-      if (low & bit) continue;
-      const u32 received = shfl_xor(upper ? a[low] : a[low | bit], bit);
-      if (upper) a[low] = received;
-      else a[low | bit] = received;
-    }
-  }
-}
-
-// A warp's accumulators of 32 columns (16 rows) -> 16-bit rows; a lane stores 8 neighbouring columns of rows g and g + 8.
-// `destination` is row g, column 0 of the 32; `rows` and `columns` are how many exist from there on.
-DEVICE void store_rows(const float* acc, float scale, u16* destination, i64 stride_row, int rows, int columns) {
-  const int column = (lane_index() & 3) * 8;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    u32 a[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = pack<kIsBf16>(acc[4 * j + 2 * half] * scale, acc[4 * j + 2 * half + 1] * scale);
-    transpose_in_quad(a);
-    if (half * 8 < rows && column < columns)
-      st_global((U32x4*)(destination + (half * 8 * stride_row + column)), U32x4{a[0], a[1], a[2], a[3]});
-  }
-}
+DEVICE float* dq_sums(const Params& p, u32 record) { return p.dq_accum + (i64)record * kRecordFloats; }
+DEVICE float* logsumexp_rows(const Params& p, u32 record) { return dq_sums(p, record) + kDqFloats; }
+DEVICE float* negative_delta_rows(const Params& p, u32 record) { return dq_sums(p, record) + kDqFloats + kBlockM; }
