@@ -56,7 +56,8 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const u32 first_block = first_query_block(p, sequence), dq_smem = smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
   const Scores scores = scores_of(p, sequence, position.head);
   const KeyMask mask(sequence, first_key + warpgroup * 64, key);
-  const auto arrive = [&](u32 at) {  // once a warp, which a wgmma wait or sync_warp has brought together
+  const auto arrive = [&](u32 at) {  // once a warp, for all its lanes
+    sync_warp();
     if (lane == 0) mbarrier_arrive(at);
   };
 
@@ -157,7 +158,6 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     ++step;
     if constexpr (!kLast) dout_is_there = mbarrier_test_wait(smem.barrier(kDoutFull, step & 1), step >> 1 & 1);
     wgmma_wait<0>();
-    sync_warp();
     arrive(smem.barrier(kDoutEmpty, stage));
     arrive(smem.barrier(kQEmpty, stage));
     if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(stage ^ 1, true);
