@@ -19,7 +19,10 @@ constexpr int kWarpDqBytes = kWarpDqFloats * 4;
 constexpr int kDsOffset = kOwnOffset, kDqOffset = kDsOffset + 2 * ScoreTile::kBytes;
 constexpr int kStepDone = kOwnBarriers;
 constexpr int kSharedMemory = kDqOffset + kConsumerWarps * kWarpDqBytes;
-static_assert(kBlockM == 64 && kBlockN == 128 && kNumWarps == 12, "64 keys to each of two warpgroups");
+// 128 queries a step leave no registers for P^T in fp32 between dV and dS.
+constexpr bool kKeepsP = kBlockM == 64;
+static_assert(kBlockN == 128 && kNumWarps == 12, "64 keys to each of two warpgroups");
+static_assert(kBlockM == 64 || kBlockM == 128 && kHeadDim == 64 && !kHasSoftcap, "accumulators in 240 registers");
 
 KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Params& p = params.common;
@@ -107,17 +110,24 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   };
   // dQ_{j-1} = dS_{j-1} K, one step late: by then the other warpgroup's half of dS_{j-1} has long been there.
   const auto compute_dq = [&](int stage, bool signal) {
-    float dq_frag[kHeadDim / 2];                                  // [kBlockM, kHeadDim]
+    float dq_frag[kDqTiles][kHeadDim / 2];                        // [kBlockM, kHeadDim]
     wgmma_fence();
-    issue_transposed_multiply<kHeadDim, ScoreTile, KeyTile>(dq_frag, ds_at(stage), k_all);
+#pragma unroll
+    for (int tile = 0; tile < kDqTiles; ++tile)
+      issue_transposed_multiply<kHeadDim, ScoreTile, KeyTile>(dq_frag[tile], at_stage(ds_at(stage), tile, ScoreTile::kSlabBytes), k_all);
     wgmma_wait<0>();
-    pin(dq_frag);
+#pragma unroll
+    for (int tile = 0; tile < kDqTiles; ++tile) pin(dq_frag[tile]);
     if (signal) arrive(smem.barrier(kStepDone));
     if (lane == 0) finish_add();
     sync_warp();
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i)
-      st_shared(dq_smem + (i * 32 + lane) * 16, F32x4{dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2], dq_frag[4 * i + 3]});
+    for (int tile = 0; tile < kDqTiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 8; ++i) {
+        const float* part = dq_frag[tile] + 4 * i;
+        st_shared(dq_smem + ((tile * (kHeadDim / 8) + i) * 32 + lane) * 16, F32x4{part[0], part[1], part[2], part[3]});
+      }
     staged = previous;
     if constexpr (kDeterministic) staged_turn = turns_before(sequence, n_block, previous_m);
   };
@@ -133,7 +143,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     pin(s_frag);
     mask.apply(s_frag, walk.m_block * kBlockM);
     probabilities(s_frag, p_frag, logsumexp, scores);
-    pin(s_frag);
+    if constexpr (kKeepsP) pin(s_frag);
     pin(p_frag);
     // Both warpgroups are through with step j - 1: dS_{j-1} is there (read after write), dQ_{j-2} has read what dS_j overwrites.
     // Passes at once at step 0. It also keeps ptxas from waiting for dP before the exponentials.
@@ -149,7 +159,8 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     load_statistics(negative_delta, smem.negative_delta(stage));
     wgmma_fence();
     issue_multiply<QueryTile>(dv_frag, p_frag, dout_at(stage));
-    score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
+    if constexpr (kKeepsP) score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
+    else score_gradients(ds_frag, p_frag, dp_frag, negative_delta);
     store_scores(ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
     if constexpr (!kLast) load_logsumexp(step + 1);
     wgmma_fence();

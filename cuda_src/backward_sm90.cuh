@@ -149,9 +149,9 @@ DEVICE void produce(const ParamsSm90& params, const Sequence& s, SharedMemory sm
 
 // ---- dQ = dS K ----
 
-// acc [64, kColumns] = A^T B over the rows of both tiles.
+// acc [64, kColumns] = A^T B over the rows of both tiles, of one slab (64 columns) of A.
 template <int kColumns, class A, class B> DEVICE void issue_transposed_multiply(float (&acc)[kColumns / 2], Operand a, Operand b) {
-  static_assert(A::kRows == B::kRows && A::kColumns == 64, "reduced dimension");
+  static_assert(A::kRows == B::kRows, "reduced dimension");
 #pragma unroll
   for (int k = 0; k < B::kRows / 16; ++k) wgmma_ss<kColumns, kIsBf16, true, true>(acc, a.at(A::across(k)), b.at(B::across(k)), k != 0);
   wgmma_commit();
@@ -178,9 +178,9 @@ struct KeyMask {
     }
     if (first_key + 64 > s.k_length) all.end = 0;
   }
-  // S^T of 64 queries from `i` on: what must not be seen -> -inf.
+  // S^T of the queries from `i` on: what must not be seen -> -inf.
   template <int kCount> DEVICE void apply(float (&s_frag)[kCount], int i) const {
-    if (i >= all.begin && i + 64 <= all.end) return;
+    if (i >= all.begin && i + kBlockM <= all.end) return;
     i += (lane_index() & 3) * 2;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
@@ -228,12 +228,20 @@ template <int kCount> DEVICE void score_gradients(u32 (&ds_frag)[kCount / 2], co
     ds_frag[pair] = pack<kIsBf16>(p[2 * pair] * (dp[2 * pair] + negative_delta[pair / 2 * 2]),
                                   p[2 * pair + 1] * (dp[2 * pair + 1] + negative_delta[pair / 2 * 2 + 1]));
 }
-// A warp's 16 keys of dS^T into the tile [key][query], `warp_row` on: rows of 64 queries, which the product dS K reads as a transposed A.
-template <class T, int kCount> DEVICE void store_scores(T tile, int warp_row, const u32 (&ds_frag)[kCount]) {
-  static_assert(T::kSlabs == 1 && kCount == 16, "64 queries");
+// The same from P^T as packed for dV: a bit less exact (eager attention rounds P here, too), but P^T in fp32 need not live until dP^T is there.
+template <int kCount> DEVICE void score_gradients(u32 (&ds_frag)[kCount / 2], const u32 (&p_frag)[kCount / 2], const float (&dp)[kCount], const float (&negative_delta)[kCount / 2]) {
+#pragma unroll
+  for (int pair = 0; pair < kCount / 2; ++pair) {
+    const F32x2 p = unpack<kIsBf16>(p_frag[pair]);
+    ds_frag[pair] = pack<kIsBf16>(p.x * (dp[2 * pair] + negative_delta[pair / 2 * 2]), p.y * (dp[2 * pair + 1] + negative_delta[pair / 2 * 2 + 1]));
+  }
+}
+// A warp's 16 keys of dS^T into the tile [key][query], `warp_row` on, which the product dS K reads as a transposed A.
+DEVICE void store_scores(ScoreTile tile, int warp_row, const u32 (&ds_frag)[kBlockM / 4]) {
   const u32 address = tile.base + (warp_row + (lane_index() & 15)) * 128 + (((lane_index() >> 4) ^ (lane_index() & 7)) << 4);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) stmatrix_x4(address ^ k << 5, {ds_frag[4 * k], ds_frag[4 * k + 1], ds_frag[4 * k + 2], ds_frag[4 * k + 3]});
+  for (int k = 0; k < kBlockM / 16; ++k)
+    stmatrix_x4((address ^ k % 4 << 5) + k / 4 * ScoreTile::kSlabBytes, {ds_frag[4 * k], ds_frag[4 * k + 1], ds_frag[4 * k + 2], ds_frag[4 * k + 3]});
 }
 
 // dK or dV of a warpgroup's 64 keys, scaled; `warp_row` is the warp's first of the CTA's rows.

@@ -1,8 +1,8 @@
 // What the three kernels of the Hopper backward hand to each other.
 //
 // Params.dq_accum is one record for every block of kBlockM queries that a sequence has, per query head:
-//   kBlockM * kHeadDim floats   dq before scaling, in the order of wgmma's accumulators: [4 warps][kHeadDim / 8][32 lanes][4],
-//                               so that each warp adds a run of bytes and no address is computed for an element
+//   kBlockM * kHeadDim floats   dq before scaling, in the order of wgmma's accumulators: [4 warps][tiles of 64 rows]
+//                               [kHeadDim / 8][32 lanes][4], so that a warp adds one run of bytes
 //   kBlockM floats              logsumexp * log2(e), +inf for rows that are none or see nothing: exp2(s - inf) = 0
 //   kBlockM floats              -delta, 0 for rows that are none
 // Params.dq_turns has one counter a record: warps that have added to it (deterministic).
@@ -13,7 +13,8 @@
 #include "tile.cuh"
 #include "tile_sm90.cuh"
 
-static_assert(kBlockM == 64 && kHeadDim % 32 == 0, "a record is one wgmma tile of 64 rows");
+static_assert(kBlockM % 64 == 0 && kHeadDim % 32 == 0, "a record is wgmma tiles of 64 rows");
+constexpr int kDqTiles = kBlockM / 64;
 constexpr int kDqFloats = kBlockM * kHeadDim, kRecordFloats = kDqFloats + 2 * kBlockM;
 constexpr int kWarpDqFloats = kDqFloats / 4;
 
