@@ -49,16 +49,16 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
 
   setmaxnreg_inc<kConsumerRegisters>();
   const int warp = warp_index() & 3, lane = lane_index();
-  const int warp_row = warpgroup * 64 + warp * 16, key = first_key + warp_row + lane / 4;  // this thread's keys: key, key + 8
+  const int warp_row = warpgroup * 64 + warp * 16;
   const Operand k_keys = smem.k().operand(warpgroup * 64), v_keys = smem.v().operand(warpgroup * 64), k_all = smem.k().operand();
   const Operand q = smem.q(0).operand(), dout = smem.dout(0).operand(), ds = ScoreTile{smem.base + kDsOffset}.operand();
   const auto at_stage = [](Operand first, int stage, int bytes) { return Operand{first.low + stage * (bytes / 16)}; };
   const auto q_at = [&](int stage) { return at_stage(q, stage, QueryTile::kBytes); };
   const auto dout_at = [&](int stage) { return at_stage(dout, stage, QueryTile::kBytes); };
   const auto ds_at = [&](int stage) { return at_stage(ds, stage, ScoreTile::kBytes); };
-  const u32 first_block = first_query_block(p, sequence), dq_smem = smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
+  const u32 dq_smem = smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
   const Scores scores = scores_of(p, sequence, position.head);
-  const KeyMask mask(sequence, first_key + warpgroup * 64, key);
+  const KeyMask mask(sequence, first_key + warpgroup * 64, warp * 16 + lane / 4);
   const auto arrive = [&](u32 at) {  // once a warp, for all its lanes
     sync_warp();
     if (lane == 0) mbarrier_arrive(at);
@@ -174,7 +174,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(stage ^ 1, true);
     else arrive(smem.barrier(kStepDone));
     if constexpr (!kLast) issue_scores();
-    previous = record_of(p, first_block + walk.m_block, walk.head);
+    previous = walk.record;
     if constexpr (kDeterministic) previous_m = walk.m_block;
   };
 

@@ -67,6 +67,8 @@ DEVICE Position key_block_of(const Params& p, u32 index) {
 // Steps of a CTA: the query blocks that see its keys, query head after query head of the group.
 struct Walk {
   int left, m_block, head;
+  u32 record;       // of m_block and head
+  u32 heads;        // of all: from one query block's record to the next
   Span m_blocks;
   DEVICE Walk(const Params& p, const Sequence& s, int kv_head, int n_block) {
     const int group = p.num_heads_q / p.num_heads_kv;
@@ -74,10 +76,18 @@ struct Walk {
     left = larger(m_blocks.end - m_blocks.begin, 0) * group;
     m_block = m_blocks.begin;
     head = kv_head * group;
+    heads = p.num_heads_q;
+    record = record_of(p, first_query_block(p, s) + m_block, head);
   }
   DEVICE void next() {
     --left;
-    if (++m_block == m_blocks.end) m_block = m_blocks.begin, ++head;
+    ++m_block;
+    record += heads;
+    if (m_block == m_blocks.end) {
+      record -= (m_blocks.end - m_blocks.begin) * heads - 1;
+      m_block = m_blocks.begin;
+      ++head;
+    }
   }
 };
 
@@ -110,7 +120,6 @@ DEVICE RowOrigin key_origin(const Params& p, const Sequence& s, i64 stride_batch
 DEVICE void produce(const ParamsSm90& params, const Sequence& s, SharedMemory smem, Walk walk, int kv_head, int first_key) {
   const Params& p = params.common;
   const RowOrigin queries = origin_of(p.cu_seqlens_q != nullptr, s.batch, s.q_start, s.q_length);
-  const u32 first_block = first_query_block(p, s);
   const auto load_keys = [&](KeyTile tile, const TensorMap& map, u32 full, i64 stride_batch, i64 stride_row) {
     mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
     load_rows(tile, &map, full, key_origin(p, s, stride_batch, stride_row), first_key, kv_head);
@@ -120,18 +129,17 @@ DEVICE void produce(const ParamsSm90& params, const Sequence& s, SharedMemory sm
     load_rows(tile, &map, full, queries, at.m_block * kBlockM, at.head);
     bulk_load(statistics, source, kStatisticsBytes, full);
   };
-  const auto record = [&](const Walk& at) { return record_of(p, first_block + at.m_block, at.head); };
   int q_step = 0, dout_step = 0;
   const auto load_q = [&](const Walk& at) {
     const int stage = q_step & 1;
     mbarrier_wait(smem.barrier(kQEmpty, stage), (q_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with Q and logsumexp
-    load_queries(smem.q(stage), params.q, smem.logsumexp(stage), logsumexp_rows(p, record(at)), smem.barrier(kQFull, stage), at);
+    load_queries(smem.q(stage), params.q, smem.logsumexp(stage), logsumexp_rows(p, at.record), smem.barrier(kQFull, stage), at);
     ++q_step;
   };
   const auto load_dout = [&](const Walk& at) {
     const int stage = dout_step & 1;
     mbarrier_wait(smem.barrier(kDoutEmpty, stage), (dout_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with dO and delta
-    load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_rows(p, record(at)), smem.barrier(kDoutFull, stage), at);
+    load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_rows(p, at.record), smem.barrier(kDoutFull, stage), at);
     ++dout_step;
   };
 
@@ -159,33 +167,33 @@ template <int kColumns, class A, class B> DEVICE void issue_transposed_multiply(
 
 // ---- masks ----
 
-// Queries that see the two keys (j, j + 8) of a thread, and those that see all 64 from `first_key` on. Ends without a left window lie
-// beyond all rows: rows that are none have logsumexp +inf.
+// Who sees 64 keys from `first_key` on: key c of them is seen by the queries first + c <= i <= first + c + span. Unlimited sides are
+// wider than the sequence. Rows that are none need no mask: their logsumexp is +inf.
 struct KeyMask {
-  int begin[2], count[2];
-  Span all;
-  DEVICE KeyMask(const Sequence& s, int first_key, int j) {
+  int first;
+  u32 span;
+  bool ends;        // the sequence's keys end among these
+  int own_first[2]; // of this thread's keys; kNever beyond the end
+  DEVICE KeyMask(const Sequence& s, int first_key, int own_key) {
+    const int unlimited = s.q_length + s.k_length;
+    const int right = kHasWindow && s.window_right >= 0 ? s.window_right : unlimited;
+    const int left = kHasWindow && s.window_left >= 0 ? s.window_left : unlimited;
+    first = first_key - s.diagonal - right;
+    span = (u32)left + (u32)right;
+    ends = first_key + 64 > s.k_length;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Span rows = queries_of(s, j + 8 * half);
-      begin[half] = rows.begin;
-      count[half] = larger(rows.end - rows.begin, 0);
-    }
-    all = {0, kNever};
-    if constexpr (kHasWindow) {
-      all.begin = queries_of(s, smaller(first_key + 63, s.k_length - 1)).begin;
-      if (s.window_left >= 0) all.end = queries_of(s, first_key).end;
-    }
-    if (first_key + 64 > s.k_length) all.end = 0;
+    for (int half = 0; half < 2; ++half)
+      own_first[half] = first_key + own_key + 8 * half < s.k_length ? first + own_key + 8 * half : kNever;
   }
   // S^T of the queries from `i` on: what must not be seen -> -inf.
   template <int kCount> DEVICE void apply(float (&s_frag)[kCount], int i) const {
-    if (i >= all.begin && i + kBlockM <= all.end) return;
+    const bool all = !kHasWindow || (i >= first + 63 && (u32)(i + kBlockM - 1 - first) <= span);
+    if (all && !ends) return;
     i += (lane_index() & 3) * 2;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      const int half = e >> 1 & 1;
-      if ((u32)(i + e / 4 * 8 + (e & 1) - begin[half]) >= (u32)count[half]) s_frag[e] = negative_infinity();
+      const u32 after = i + e / 4 * 8 + (e & 1) - own_first[e >> 1 & 1];
+      if (after > span) s_frag[e] = negative_infinity();
     }
   }
 };

@@ -56,7 +56,6 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   const Operand k = smem.k().operand(), v = smem.v().operand(), k_columns = Operand{k.low + column / 64 * (KeyTile::kSlabBytes / 16)};
   const auto ds_smem = [&](int stage) { return ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}; };
   const u32 p_smem = smem.base + kPOffset + (warp * 32 + lane) * 16;  // of this thread and its counterpart
-  const u32 first_block = first_query_block(p, sequence);
   const auto arrive = [&](u32 at) {
     sync_warp();
     if (lane == 0) mbarrier_arrive(at);
@@ -108,7 +107,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
     }
     wgmma_wait<0>();
     pin(gradient);
-    previous = record_of(p, first_block + walk.m_block, walk.head);
+    previous = walk.record;
     previous_m = walk.m_block;
   };
   const auto last_dq = [&] {
@@ -123,7 +122,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   if (walk.left > 0) mbarrier_wait(smem.barrier(kKFull), 0);          // read after write: K is there, for S and dQ
   if (warpgroup == 0) {
     const Scores scores = scores_of(p, sequence, position.head);
-    const KeyMask mask(sequence, first_key, first_key + warp * 16 + lane / 4);
+    const KeyMask mask(sequence, first_key, warp * 16 + lane / 4);
     for (; walk.left > 0; walk.next(), ++step) {
       const int stage = step & 1;
       // S^T = K Q^T
