@@ -6,7 +6,7 @@
 
 constexpr int kSharedMemory = 0;
 constexpr int kChunks = kHeadDimV / 8;                                           // 16-byte pieces of a row
-constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // lanes to a row, a power of two for the shuffles
+constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // of a row, a power of two for the shuffles
 constexpr int kRowsPerPass = kThreads / kLanes;
 
 DEVICE float dot(U32x4 a, U32x4 b) {
@@ -27,7 +27,8 @@ KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
   if (first >= sequence.q_length) return;
 
   float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, position.head, position.block) * (kBlockM * kHeadDim);
-  for (int i = thread_index() * 4; i < kBlockM * kHeadDim; i += kThreads * 4) st_global((F32x4*)(dq_accum + i), F32x4{0.f, 0.f, 0.f, 0.f});
+  for (int i = thread_index() * 4; i < kBlockM * kHeadDim; i += kThreads * 4)
+    st_global((F32x4*)(dq_accum + i), F32x4{0.f, 0.f, 0.f, 0.f});
 
   const Rows<u16> out = out_of(p, sequence, position.head);
   const Rows<const u16> dout = dout_of(p, sequence, position.head);

@@ -60,11 +60,11 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const float scale_log2 = kTransformsScores ? 1.f : scores.scale_log2;
 
   // The next key block to visit, downwards from n; a tile the boolean mask hides entirely is skipped.
-  u32 mask_bits[kMFrags][2], next_mask_bits[kMFrags][2];  // one bit an element
+  MaskBits<kMFrags> mask_bits, next_mask_bits;
   const auto find_block = [&](int n) {
     if constexpr (kHasMask) {
       const u8* mask = mask_of(p, sequence, head);
-      while (n >= n_first && !sync_block_or(load_mask<kMFrags, kNFrags>(next_mask_bits, p, sequence, mask, i_first, n * kBlockN + j_lane))) --n;
+      while (n >= n_first && !sync_block_or(load_mask<kNFrags>(next_mask_bits, p, sequence, mask, i_first, n * kBlockN + j_lane))) --n;
     }
     return n;
   };
@@ -109,10 +109,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       }
     }
     first = false;
-#pragma unroll
-    for (int m = 0; m < kMFrags; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) mask_bits[m][half] = next_mask_bits[m][half];
+    mask_bits = next_mask_bits;
     const int n_next = find_block(n - 1);
     if constexpr (kNumStages == 2) {
       if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);

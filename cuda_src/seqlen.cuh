@@ -53,7 +53,8 @@ template <class T> struct Rows {
   DEVICE Rows from(int row) const { return {first + row * stride, stride}; }
 };
 
-template <class T> DEVICE Rows<T> rows_of(T* tensor, int batch, i64 start, int head, i64 stride_batch, i64 stride_row, i64 stride_head) {
+template <class T>
+DEVICE Rows<T> rows_of(T* tensor, int batch, i64 start, int head, i64 stride_batch, i64 stride_row, i64 stride_head) {
   return {tensor + (batch * stride_batch + start * stride_row + head * stride_head), stride_row};
 }
 DEVICE Rows<const u16> q_of(const Params& p, const Sequence& s, int head) {

@@ -33,9 +33,8 @@ template <int kRowCount, int kColumnCount> struct Tile {
 
   u32 base;  // multiple of 128
 
-  DEVICE u32 address(int row, int chunk) const {
-    return base + row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4);
-  }
+  static DEVICE u32 offset(int row, int chunk) { return row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4); }
+  DEVICE u32 address(int row, int chunk) const { return base + offset(row, chunk); }
 };
 
 // ---- global memory -> tile ----
@@ -99,7 +98,8 @@ DEVICE void store_packed(T tile, int row, int pair, const u32 (&packed)[kM][kN][
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        st_shared(tile.address(row + m * 16 + half * 8 + g, ((n >> 1) * kPairStride + pair) * 2 + (n & 1)) + t * 4, packed[m][n][half]);
+        st_shared(tile.address(row + m * 16 + half * 8 + g, ((n >> 1) * kPairStride + pair) * 2 + (n & 1)) + t * 4,
+                  packed[m][n][half]);
 }
 template <int kPairStride = 1, class T, int kM, int kN>
 DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM][kN][4]) {
@@ -126,23 +126,24 @@ DEVICE void add_fragment(float* fragment, const float (&c)[4]) {
 
 // ---- tile -> fragments ----
 
-// This lane's address in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
-// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR.
+// This lane's place in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
+// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR. Kept apart from the tile's
+// base, so that tiles of one shape share the few registers with XORed offsets.
 template <class T> struct Window16 {
-  u32 lane_address;
+  u32 base, lane_offset;
   DEVICE u32 at(int row, int chunk) const {
-    return (lane_address ^ ((chunk & T::kSwizzle) << 4)) + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch;
+    return (lane_offset ^ ((chunk & T::kSwizzle) << 4)) + (base + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch);
   }
 };
 // Matrices in the order (upper left, lower left, upper right, lower right): an A fragment, or with .trans two B fragments
 // of a tile stored [k][n].
 template <class T> DEVICE Window16<T> down_first(T tile, int row, int chunk) {
-  return {tile.address(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
+  return {tile.base, T::offset(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
 }
 // Matrices in the order (upper left, upper right, lower left, lower right): two B fragments of a tile stored [n][k], or
 // with .trans an A fragment of a tile stored [k][m].
 template <class T> DEVICE Window16<T> right_first(T tile, int row, int chunk) {
-  return {tile.address(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
+  return {tile.base, T::offset(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
 }
 
 // A fragment of step k out of accumulators.
@@ -156,7 +157,10 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) a_frag[m][e] = pack<kIsBf16>(acc[m][2 * k + (e >> 1)][(e & 1) * 2], acc[m][2 * k + (e >> 1)][(e & 1) * 2 + 1]);
+    for (int e = 0; e < 4; ++e) {
+      const float(&c)[4] = acc[m][2 * k + (e >> 1)];
+      a_frag[m][e] = pack<kIsBf16>(c[(e & 1) * 2], c[(e & 1) * 2 + 1]);
+    }
 }
 
 // A fragments of step k from a tile (`rows` from down_first).
@@ -172,6 +176,15 @@ template <int kM, int kN> DEVICE void clear(float (&acc)[kM][kN][4]) {
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
+}
+
+template <int kM, int kN> DEVICE void scale(float (&acc)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[m][n][e] *= factor;
 }
 
 // ---- products: acc [16 kM x 8 kN] += A [16 kM x 16 kSteps] B; load_a(a_frag, k) fills the A fragments of step k ----

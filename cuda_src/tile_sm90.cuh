@@ -5,6 +5,7 @@
 // stop at kColumns.
 #pragma once
 #include "ptx_sm90.cuh"
+#include "seqlen.cuh"
 
 // An operand of wgmma in shared memory: addresses in units of 16 bytes, start in bits 0-13, distance of slabs in 16-29 (read only
 // where the reduced dimension runs across rows), distance of 8 rows in 32-45, 128-byte swizzle in 62-63.
@@ -105,10 +106,10 @@ DEVICE void transpose_quad(u32 (&r)[4]) {
   else r[2] = z, r[3] = w;
 }
 
-// Accumulators [64 x kCount * 2] -> 16-bit rows in global memory, 16 bytes a store: this thread's rows are `row` and `row + 8`
-// below `row_end`; columns below head_dim.
+// Accumulators [64 x kCount * 2] -> 16-bit rows in global memory, 16 bytes a store: this thread's rows are `row` and
+// `row + 8`; rows below `row_end` and columns below head_dim are stored.
 template <int kCount>
-DEVICE void store_accumulators(u16* destination, i64 stride_row, int row, int row_end, int head_dim, const float (&acc)[kCount]) {
+DEVICE void store_accumulators(Rows<u16> rows, int row, int row_end, int head_dim, const float (&acc)[kCount]) {
   static_assert(kCount % 16 == 0, "32 columns a turn");
   const int t = lane_index() & 3;
 #pragma unroll
@@ -118,11 +119,14 @@ DEVICE void store_accumulators(u16* destination, i64 stride_row, int row, int ro
     for (int group = 0; group < kCount / 16; ++group) {
       u32 chunk[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) chunk[j] = pack<kIsBf16>(acc[group * 16 + j * 4 + half * 2], acc[group * 16 + j * 4 + half * 2 + 1]);
+      for (int j = 0; j < 4; ++j) {
+        const int first = group * 16 + j * 4 + half * 2;
+        chunk[j] = pack<kIsBf16>(acc[first], acc[first + 1]);
+      }
       transpose_quad(chunk);
       const int column = group * 32 + t * 8;
       if (i < row_end && column < head_dim)
-        st_global((U32x4*)(destination + (i * stride_row + column)), U32x4{chunk[0], chunk[1], chunk[2], chunk[3]});
+        st_global((U32x4*)(rows.from(i).first + column), U32x4{chunk[0], chunk[1], chunk[2], chunk[3]});
     }
   }
 }

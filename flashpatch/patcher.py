@@ -63,7 +63,10 @@ def unavailable() -> str | None:
     try:
         import transformers
     except ImportError:
-        return f"transformers is not installed; flashpatch patches transformers {SUPPORTED}: pip install 'transformers>=5.17,<6'"
+        return (
+            f"transformers is not installed; flashpatch patches transformers {SUPPORTED}: "
+            "pip install 'transformers>=5.17,<6'"
+        )
     if not hasattr(transformers, "AttentionMaskInterface") or not hasattr(transformers, "AttentionInterface"):
         return (
             f"transformers {transformers.__version__} has no AttentionMaskInterface; flashpatch needs {SUPPORTED}: "
@@ -89,7 +92,7 @@ def register() -> None:
 
     masks.teach(masking_utils)
     masks.on_materialise = _materialised_by_model
-    _unattributed = counting.register_layer("layers first seen inside a compiled graph")
+    _unattributed = counting.register_layer("layers that share a compiled graph")
     _model_code = counting.register_layer("masks a model computes with itself")
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
@@ -159,10 +162,21 @@ class Tag:
     Copies and pickles of the module come without it.
     """
 
-    __slots__ = ("alive", "layer", "strict")
+    __slots__ = ("alive", "layer", "parents", "strict")
 
-    def __init__(self, layer: int, strict: bool):
-        self.layer, self.strict, self.alive = layer, strict, True
+    def __init__(self, layer: int, strict: bool, parents: tuple = ()):
+        self.layer, self.strict, self.parents, self.alive = layer, strict, parents, True
+
+    def shares_a_graph(self) -> bool:
+        """Whether a part of the model around this module is compiled by itself.
+
+        Such a part is compiled once and used for every layer like it; a number that differs from layer to layer
+        would compile it anew for each, and soon not at all.
+        """
+        for parent in self.parents:
+            if parent._compiled_call_impl is not None or isinstance(parent, torch._dynamo.OptimizedModule):
+                return True
+        return False
 
     def __deepcopy__(self, memo):
         return None
@@ -183,15 +197,24 @@ def _tag_unseen(module) -> Tag:
     for model in _enabled.alive():
         paths = [path for path, candidate in model.named_modules() if candidate is module]
         if paths:
-            return _tag_module(module, paths[0], False)
+            return _tag_module(module, paths[0], False, _parents(model, paths[0]))
     index = getattr(module, "layer_idx", None)
     return _tag_module(module, type(module).__name__ + ("" if index is None else f" of layer {index}"), False)
 
 
-def _tag_module(module, name: str, strict: bool) -> Tag:
-    tag = Tag(counting.register_layer(name), strict)
+def _tag_module(module, name: str, strict: bool, parents: tuple = ()) -> Tag:
+    tag = Tag(counting.register_layer(name), strict, parents)
     module._flashpatch = tag
     return tag
+
+
+def _parents(model, path: str) -> tuple:
+    """The modules between a model (not itself) and the module at `path` (itself included)."""
+    found, parent = [], model
+    for name in filter(None, path.split(".")):
+        parent = getattr(parent, name)
+        found.append(parent)
+    return tuple(found)
 
 
 def attention_function(
@@ -215,7 +238,10 @@ def attention_function(
     """Attention as transformers calls it: q, k, v [batch, heads, length, head_dim]; returns (out [batch, length, heads,
     head_dim], weights or None)."""
     tag = _tag_of(module)
-    layer = _unattributed if tag is None else tag.layer
+    if tag is None or (torch.compiler.is_compiling() and tag.shares_a_graph()):
+        layer = _unattributed
+    else:
+        layer = tag.layer
     strict = tag is not None and tag.strict
     if kwargs:
         _check_keywords(module, kwargs, layer, strict, query, value)
@@ -459,7 +485,8 @@ def _computes(cls: type) -> bool:
     """Whether a module class computes attention by itself."""
     if cls is torch.nn.MultiheadAttention:
         return True
-    text = "".join(_source(base) for base in cls.__mro__ if base.__module__.split(".")[0] != "torch" and base is not object)
+    own = [base for base in cls.__mro__ if base is not object and base.__module__.split(".")[0] != "torch"]
+    text = "".join(map(_source, own))
     return bool(_COMPUTES.search(text))
 
 
@@ -541,14 +568,21 @@ class PatchReport:
         return len(self.rows)
 
 
-def _row(path: str, class_name: str, layer: int | None, obstacle: str | None) -> ModuleRow:
-    if layer is None:
+def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None) -> ModuleRow:
+    if tag is None:
         return ModuleRow(path, class_name, False, False, None, [("not_dispatched", obstacle)])
-    counts = counting.counts(layer)
+    counts = counting.counts(tag.layer)
     reasons = list(counts.declines)
     reached = counts.calls + counts.recomputes > 0
     if not reached:
-        reasons.insert(0, ("not_dispatched", "no forward has brought it to flashpatch since it was patched"))
+        shared = counting.counts(_unattributed)
+        if shared.calls + shared.recomputes > 0 and tag.shares_a_graph():
+            reached = True
+            reasons = [("shared_graph", f"it is compiled together with layers like it and counted under {shared.name!r}")]
+            reasons += list(shared.declines)
+            counts = counting.LayerCounts(counts.name, launches=shared.launches)
+        else:
+            reasons.insert(0, ("not_dispatched", "no forward has brought it to flashpatch since it was patched"))
     forward = sorted(kernel for kernel in counts.launches if "forward" in kernel)
     return ModuleRow(
         path, class_name, True, reached, ", ".join(forward) or None, reasons, counts.calls, counts.recomputes,
@@ -561,7 +595,7 @@ class Patch:
 
     def __init__(self, model, entries, configs, tags):
         self.model = model
-        self._entries = entries  # (path, class name, layer or None, obstacle or None)
+        self._entries = entries  # (path, class name, tag or None, obstacle or None)
         self._configs = configs  # (config, implementation before)
         self._tags = tags  # (module, our tag, tag before)
         self._masks_before = counting.counts(_model_code).mask_materialised
@@ -634,13 +668,12 @@ def apply(model: torch.nn.Module, *, strict: bool | None = None) -> Patch:
             config = getattr(module, "config", None)
             if obstacle is None and getattr(config, "_attn_implementation", NAME) != NAME:
                 obstacle = f"its configuration still says {config._attn_implementation!r}"
-            layer = None
+            tag = None
             if obstacle is None:
                 before = getattr(module, "_flashpatch", None)
-                tag = _tag_module(module, path or type(module).__name__, strict)
+                tag = _tag_module(module, path or type(module).__name__, strict, _parents(model, path))
                 tags.append((module, tag, before))
-                layer = tag.layer
-            entries.append((path, type(module).__name__, layer, obstacle))
+            entries.append((path, type(module).__name__, tag, obstacle))
     except BaseException:
         _put_back(configs, tags)
         for config, _ in configs:
@@ -703,8 +736,8 @@ def report(model: torch.nn.Module) -> PatchReport:
         if obstacle is None and tag is None and getattr(config, "_attn_implementation", None) != NAME:
             obstacle = f"its configuration says {getattr(config, '_attn_implementation', None)!r}"
         if obstacle is None and tag is None:
-            tag = _tag_module(module, path, False)
-        rows.append(_row(path, type(module).__name__, None if tag is None else tag.layer, obstacle))
+            tag = _tag_module(module, path, False, _parents(model, path))
+        rows.append(_row(path, type(module).__name__, tag if obstacle is None else None, obstacle))
     made = counting.counts(_model_code).mask_materialised
     return PatchReport(type(model).__name__, rows, made, list(_enabled.honoured))
 
@@ -756,7 +789,9 @@ def _choose(model, asked: str | None) -> str | None:
     if asked == NAME:
         _enabled.models.append(weakref.ref(model))
         return asked
-    reachable = model._can_set_attn_implementation() and not _NAME_TEST.search(_source(sys.modules[type(model).__module__]))
+    reachable = model._can_set_attn_implementation() and not _NAME_TEST.search(
+        _source(sys.modules.get(type(model).__module__))
+    )
     if not reachable:
         _enabled.unreachable[name] += 1
         return asked

@@ -130,7 +130,11 @@ def _compare(case: Case, device: Device, seed: int, plans: list[Plan]) -> list[C
             actual.update(zip(OUTPUTS[2:], gradients, strict=False))
             again = launcher.backward(directions["backward"], *arguments) if inputs.call.deterministic else gradients
     expected, eager = (_expected(case, inputs, upcast, "backward" in directions) for upcast in (True, False))
-    checks = [_check(name, actual[name], eager[name], expected[name]) for name in OUTPUTS if actual[name] is not None]
+    checks = [
+        _check(name, actual[name], eager[name], expected[name], out.dtype)
+        for name in OUTPUTS
+        if actual[name] is not None
+    ]
     for name, first, second in zip(OUTPUTS[2:], gradients, again, strict=False) if "backward" in directions else ():
         if first is not None and not _bit_equal(first, second):
             message = f"{name} differs between two runs of the same deterministic backward"
@@ -138,9 +142,14 @@ def _compare(case: Case, device: Device, seed: int, plans: list[Plan]) -> list[C
     return checks
 
 
-def _check(name: str, actual, eager, expected) -> Check:
+def _check(name: str, actual, eager, expected, dtype: torch.dtype) -> Check:
     factor = tolerance.FORWARD_FACTOR if name in ("out", "logsumexp") else tolerance.GRADIENT_FACTOR
     outcome = tolerance.compare(actual, eager, expected, factor=factor)
+    if name in ("dbias", "dsinks") and expected.numel():
+        # fp32 sums of products with out, which is rounded to the inputs' dtype; and a few heads are too few numbers for
+        # eager's largest error to say what that rounding costs
+        bound = outcome.bound + torch.finfo(dtype).eps * float(expected.abs().max())
+        outcome = dataclasses.replace(outcome, bound=bound, ok=math.isfinite(outcome.error) and outcome.error <= bound)
     eager_error = tolerance.compare(eager, eager, expected, factor=factor).error
     message = "" if outcome.ok else outcome.message(name)
     return Check(name, outcome.error, eager_error, outcome.bound, outcome.ok, message)
@@ -175,7 +184,8 @@ def _expected(case: Case, inputs: Inputs, upcast: bool, backward: bool) -> dict[
         kept = [(o, g) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
         gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
         if kept:
-            computed = torch.autograd.grad(*zip(*kept, strict=True), list(leaves.values()), allow_unused=True)
+            outputs, incoming = zip(*kept, strict=True)
+            computed = torch.autograd.grad(outputs, list(leaves.values()), incoming, allow_unused=True)
             gradients = [g if c is None else c for c, g in zip(computed, gradients, strict=True)]
         found.update({f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)})
     return found
