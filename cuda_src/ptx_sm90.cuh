@@ -116,6 +116,12 @@ template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
+// Keeps the arithmetic behind `value` (>= 0 or NaN) above the next wait: the compiler moves a wait up over arithmetic, where it
+// overlaps nothing, but not over a store. The store never happens.
+DEVICE void hold(float value, u32 address) {
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(value), "r"(address) : "memory");
+}
+
 // Text and operands of the first n accumulators.
 #define WGMMA_TEXT_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_TEXT_24 WGMMA_TEXT_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
