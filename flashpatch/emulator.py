@@ -121,6 +121,14 @@ def _signature(compiler: tuple[str, ...]) -> str:
     return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS))
 
 
+@functools.cache
+def _pattern_flags(compiler: tuple[str, ...]) -> tuple[str, ...]:
+    """The flag that fills uninitialised variables with garbage, where the compiler has it (g++ 12, clang)."""
+    flag = "-ftrivial-auto-var-init=pattern"
+    command = (*compiler, flag, "-fsyntax-only", "-x", "c++", os.devnull)
+    return (flag,) if subprocess.run(command, capture_output=True, check=False).returncode == 0 else ()
+
+
 def _native() -> str:
     return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 
@@ -255,19 +263,8 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
         for name, text in {**headers, "kernel.cc": unit}.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         shared = ("-shared", "-Wl,-Bsymbolic") if sys.platform != "darwin" else ("-shared",)
-        command = [
-            *compiler,
-            *FLAGS,
-            *KERNEL_FLAGS,
-            *shared,
-            "kernel.cc",
-            "-x",
-            "none",
-            str(machine),
-            "-lm",
-            "-o",
-            "kernel.so",
-        ]
+        flags = (*FLAGS, *KERNEL_FLAGS, *_pattern_flags(compiler), *shared)
+        command = [*compiler, *flags, "kernel.cc", "-x", "none", str(machine), "-lm", "-o", "kernel.so"]
         _run(command, f"{config.kernel} ({config})", folder)
         return Path(folder, "kernel.so")
 
