@@ -6,7 +6,7 @@
 
 constexpr int kSharedMemory = 0;
 constexpr int kChunks = kHeadDimV / 8;                                           // 16-byte pieces of a row
-constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // lanes to a row, a power of two for the shuffles
+constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // of a row, a power of two for the shuffles
 constexpr int kRowsPerPass = kThreads / kLanes;
 
 DEVICE float dot(U32x4 a, U32x4 b) {
@@ -27,10 +27,11 @@ KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
   if (first >= sequence.q_length) return;
 
   float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, position.head, position.block) * (kBlockM * kHeadDim);
-  for (int i = thread_index() * 4; i < kBlockM * kHeadDim; i += kThreads * 4) st_global((F32x4*)(dq_accum + i), F32x4{0.f, 0.f, 0.f, 0.f});
+  for (int i = thread_index() * 4; i < kBlockM * kHeadDim; i += kThreads * 4)
+    st_global((F32x4*)(dq_accum + i), F32x4{0.f, 0.f, 0.f, 0.f});
 
-  const u16* out = p.out + head_offset(position.batch, sequence.q_start, position.head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
-  const u16* dout = p.dout + head_offset(position.batch, sequence.q_start, position.head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head);
+  const Rows<u16> out = out_of(p, sequence, position.head);
+  const Rows<const u16> dout = dout_of(p, sequence, position.head);
   const i64 statistics = statistics_offset(p, sequence, position.head);
   const int chunk = thread_index() % kLanes;
 #pragma unroll 4
@@ -39,8 +40,7 @@ KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
     const bool valid = i < sequence.q_length;
     float sum = 0.f;
     if (valid && chunk * 8 < p.head_dim_v)
-      sum = dot(ld_global((const U32x4*)(out + (i * p.out_stride_row + chunk * 8))),
-                ld_global((const U32x4*)(dout + (i * p.dout_stride_row + chunk * 8))));
+      sum = dot(ld_global((const U32x4*)(out.from(i).first + chunk * 8)), ld_global((const U32x4*)(dout.from(i).first + chunk * 8)));
 #pragma unroll
     for (int lanes = kLanes / 2; lanes > 0; lanes >>= 1) sum += shfl_xor(sum, lanes);
     if (valid && chunk == 0) {

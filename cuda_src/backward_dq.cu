@@ -32,7 +32,5 @@ KERNEL(kThreads, 1) attention_backward_dq(GRID_CONSTANT Params p) {
     st_shared(dq_smem.address(row + 8, chunk) + byte, pack<kIsBf16>(c[2] * p.softmax_scale, c[3] * p.softmax_scale));
   }
   sync_block();  // the whole tile is in shared memory
-  u16* dq = p.dq + head_offset(position.batch, sequence.q_start, position.head, p.dq_stride_batch, p.dq_stride_row, p.dq_stride_head) +
-            (i64)first * p.dq_stride_row;
-  store_tile(dq_smem, dq, p.dq_stride_row, sequence.q_length - first, p.head_dim);
+  store_tile(dq_smem, dq_of(p, sequence, position.head).from(first), sequence.q_length - first, p.head_dim);
 }

@@ -21,6 +21,15 @@ constexpr int kDkFrags = kHeadDim / 8 / kSplit, kDvFrags = kHeadDimV / 8 / kSpli
 static_assert(kBlockN % 16 == 0 && kKeyFrags * kNumWarps * 16 == kBlockN * kSplit && kKeyFrags >= 1, "warps share out the keys evenly");
 static_assert(kQueryFrags % 2 == 0 && kQueryFrags <= 16 && kDkFrags % 2 == 0 && kDvFrags % 2 == 0, "fragments come in pairs");
 
+constexpr int kScoreBudget = 192;  // registers of dK, dV, S and dP together: more spills
+// Fragments of queries whose S and dP are held at a time: what dK and dV leave of the registers.
+constexpr int kGradientRegisters = kKeyFrags * (kHeadDim + kHeadDimV) / 2 / kSplit;
+constexpr int part_frags(int wanted) {
+  const bool fits = kQueryFrags % wanted == 0 && kGradientRegisters + kKeyFrags * wanted * 8 <= kScoreBudget;
+  return fits || wanted == 2 ? wanted : part_frags(wanted / 2);
+}
+constexpr int kPartFrags = part_frags(8);
+
 // dQ [kBlockM, kHeadDim] is dealt out to kDqWarpsM x kDqWarpsN warps: 32 rows each where the columns allow it, for then every
 // fragment of K read serves two products.
 constexpr bool dq_fits(int warps_m) {
@@ -68,14 +77,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   // ---- query blocks, one after the other ----
 
   const auto load_queries = [&](QueryBlock b, int stage) {
-    const int head = position.head * group + b.head;
-    const i64 row = (i64)b.m_block * kBlockM;
-    const int rows = sequence.q_length - b.m_block * kBlockM;
-    load_tile(q_smem(stage), p.q + head_offset(position.batch, sequence.q_start + row, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head),
-              p.q_stride_row, 0, rows, p.head_dim);
-    load_tile(dout_smem(stage),
-              p.dout + head_offset(position.batch, sequence.q_start + row, head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head),
-              p.dout_stride_row, 0, rows, p.head_dim_v);
+    const int head = position.head * group + b.head, first = b.m_block * kBlockM;
+    load_tile(q_smem(stage), q_of(p, sequence, head).from(first), 0, sequence.q_length - first, p.head_dim);
+    load_tile(dout_smem(stage), dout_of(p, sequence, head).from(first), 0, sequence.q_length - first, p.head_dim_v);
   };
   // logsumexp in base 2 and delta of row thread_index(), on their way to shared memory. +inf where a row sees nothing or is
   // none: exp2(S - inf) = 0.
@@ -114,7 +118,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   };
 
   // The first query block from b on that sees anything here. `masked`: whether some row of it does not see every key.
-  u32 mask_bits[kKeyFrags][2], next_mask_bits[kKeyFrags][2];  // [key][query], one bit an element
+  MaskBits<kKeyFrags> mask_bits, next_mask_bits;
   bool next_masked = false;
   const auto find_block = [&](QueryBlock b) {
     for (; b.head < group; ++b.m_block) {
@@ -138,7 +142,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       if constexpr (kHasMask) {
         next_masked = true;
         const u8* mask = mask_of(p, sequence, position.head * group + b.head);
-        visible = visible && sync_block_or(load_mask_transposed<kKeyFrags, kQueryFrags>(next_mask_bits, p, sequence, mask, first + query_lane, j_first));
+        const bool any = load_mask_transposed<kQueryFrags>(next_mask_bits, p, sequence, mask, first + query_lane, j_first);
+        visible = sync_block_or(any && visible);
       }
       if (visible) break;
       if constexpr (kDeterministic) {
@@ -157,10 +162,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   QueryBlock block = find_block({0, m_blocks.begin}), before = block;
   if (block.head < group) {
     const int rows = sequence.k_length - first_key;
-    load_tile(k_smem, p.k + head_offset(position.batch, sequence.k_start + first_key, position.head, p.k_stride_batch, p.k_stride_row, p.k_stride_head),
-              p.k_stride_row, 0, rows, p.head_dim);
-    load_tile(v_smem, p.v + head_offset(position.batch, sequence.k_start + first_key, position.head, p.v_stride_batch, p.v_stride_row, p.v_stride_head),
-              p.v_stride_row, 0, rows, p.head_dim_v);
+    load_tile(k_smem, k_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim);
+    load_tile(v_smem, v_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim_v);
     load_queries(block, 0);
     cp_async_commit();
     fetch_statistics(block);
@@ -183,10 +186,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     }
     first_round = false;
     const bool masked = next_masked;
-#pragma unroll
-    for (int m = 0; m < kKeyFrags; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) mask_bits[m][half] = next_mask_bits[m][half];
+    mask_bits = next_mask_bits;
     const QueryBlock next = find_block({block.head, block.m_block + 1});
     if (next.head < group) {
       if constexpr (kNumStages == 2) load_queries(next, stage ^ 1);
@@ -194,89 +194,89 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     }
     cp_async_commit();
 
-    const int head = position.head * group + block.head, i_first = block.m_block * kBlockM + query_lane;
-
-    // S^T = K Q^T, dP^T = V dO^T
-    float s_frag[kKeyFrags][kQueryFrags][4], dp_frag[kKeyFrags][kQueryFrags][4];  // [keys of the warp, queries of the warp]
-    clear(s_frag);
-    multiply_transposed<kHeadDim / 16>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) {
-#pragma unroll
-      for (int m = 0; m < kKeyFrags; ++m) ldmatrix_x4(a_frag[m], k_rows.at(m * 16, k * 2));
-    }, right_first(q_smem(stage), query_warp, 0));
-    clear(dp_frag);
-    multiply_transposed<kHeadDimV / 16>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) {
-#pragma unroll
-      for (int m = 0; m < kKeyFrags; ++m) ldmatrix_x4(a_frag[m], v_rows.at(m * 16, k * 2));
-    }, right_first(dout_smem(stage), query_warp, 0));
-
-    // P = exp2(S - logsumexp), dS = P (dP - delta)
+    const int head = position.head * group + block.head;
     const Scores scores = scores_of(p, sequence, head);
     const Dropout dropout = dropout_of(p, position.batch, head);
-    u32 kept[kKeyFrags][2];
-    if constexpr (kHasDropout) kept_transposed<kKeyFrags, kQueryFrags>(kept, dropout, i_first, j_first);
-    const auto differentiate = [&](auto mask) {
+    // One part of the queries after the other; straight-line code, so that one part's exp2 can run beside another's products
+    const auto visit = [&](auto mask) {
 #pragma unroll
-      for (int n = 0; n < kQueryFrags; ++n) {
-        const F32x2 logsumexp = ld_shared<F32x2>(smem + kLogsumexpOffset + (query_lane + n * 8) * 4);
-        const F32x2 delta = ld_shared<F32x2>(smem + kDeltaOffset + (query_lane + n * 8) * 4);
-        U32x4 ranges = {};
-        if constexpr (mask.kOn && kHasKeyRanges) ranges = ld_shared<U32x4>(smem + kRangesOffset + (query_lane + n * 8) * 8);
+      for (int part = 0; part < kQueryFrags; part += kPartFrags) {
+        const int column = query_lane + part * 8, i_first = block.m_block * kBlockM + column;
+
+        // S^T = K Q^T, dP^T = V dO^T
+        float s_frag[kKeyFrags][kPartFrags][4], dp_frag[kKeyFrags][kPartFrags][4];  // [keys of the warp, queries of the part]
+        clear(s_frag);
+        multiply_transposed<kHeadDim / 16>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
+                                           right_first(q_smem(stage), query_warp + part * 8, 0));
+        clear(dp_frag);
+        multiply_transposed<kHeadDimV / 16>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
+                                            right_first(dout_smem(stage), query_warp + part * 8, 0));
+
+        // P = exp2(S - logsumexp), dS = P (dP - delta)
+        u32 kept[kKeyFrags][2];
+        if constexpr (kHasDropout) kept_transposed<kKeyFrags, kPartFrags>(kept, dropout, i_first, j_first);
 #pragma unroll
-        for (int m = 0; m < kKeyFrags; ++m)
+        for (int n = 0; n < kPartFrags; ++n) {
+          const F32x2 logsumexp = ld_shared<F32x2>(smem + kLogsumexpOffset + (column + n * 8) * 4);
+          const F32x2 delta = ld_shared<F32x2>(smem + kDeltaOffset + (column + n * 8) * 4);
+          U32x4 ranges = {};
+          if constexpr (mask.kOn && kHasKeyRanges) ranges = ld_shared<U32x4>(smem + kRangesOffset + (column + n * 8) * 8);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int half = e >> 1, i = i_first + n * 8 + (e & 1), j = j_first + m * 16 + half * 8;
-            float& s = s_frag[m][n][e];
-            float& dp = dp_frag[m][n][e];
-            float derivative = 1.f;
-            const float score = kTransformsScores ? score_log2(p, sequence, scores, s, i, j, derivative) : s * scores.scale_log2;
-            s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
-            if constexpr (kHasDropout) dp = kept[m][half] >> (2 * n + (e & 1)) & 1 ? dp * dropout.keep : 0.f;
-            dp = s * (dp - (e & 1 ? delta.y : delta.x));
-            if constexpr (mask.kOn) {
-              bool visible = queries_of(sequence, j).holds(i);
-              if constexpr (kHasKeyRanges) {
-                const Span keys = e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y};
-                visible = visible && keys.holds(j);
+          for (int m = 0; m < kKeyFrags; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int half = e >> 1, i = i_first + n * 8 + (e & 1), j = j_first + m * 16 + half * 8;
+              float& s = s_frag[m][n][e];
+              float& dp = dp_frag[m][n][e];
+              float derivative = 1.f;
+              float score = s * scores.scale_log2;
+              if constexpr (kTransformsScores)
+                score = score_log2(sequence, scores, s, bias_at(p, sequence, scores, i, j), i, j, derivative);
+              bool keep = true;
+              if constexpr (kHasDropout) keep = kept[m][half] >> (2 * n + (e & 1)) & 1;
+              s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
+              if constexpr (kHasDropout) dp = keep ? dp * dropout.keep : 0.f;
+              dp = s * (dp - (e & 1 ? delta.y : delta.x));
+              if constexpr (mask.kOn) {
+                bool visible = queries_of(sequence, j).holds(i);
+                if constexpr (kHasKeyRanges)
+                  visible = visible && (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
+                if constexpr (kHasMask) visible = visible && (mask_bits.row[m][half] >> (2 * (part + n) + (e & 1)) & 1);
+                if (non_finite >> (2 * m + half) & 1) s = not_a_number(), dp = not_a_number();
+                s = visible ? s : 0.f;
+                dp = visible ? dp : 0.f;
               }
-              if constexpr (kHasMask) visible = visible && (mask_bits[m][half] >> (2 * n + (e & 1)) & 1);
-              if (non_finite >> (2 * m + half) & 1) s = not_a_number(), dp = not_a_number();
-              s = visible ? s : 0.f;
-              dp = visible ? dp : 0.f;
+              if constexpr (kHasBias) add_bias_gradient(p, sequence, head, i, j, dp);
+              dp *= derivative;
+              if constexpr (kHasDropout) s = keep ? s : 0.f;
             }
-            if constexpr (kHasBias) {
-              if (p.dbias && i < sequence.q_length && j < sequence.k_length && dp != 0.f)
-                red_add_global(p.dbias + (position.batch * p.bias_stride_batch + head * p.bias_stride_head + i * p.bias_stride_row +
-                                          j * p.bias_stride_column), dp);
-            }
-            dp *= derivative;
-            if constexpr (kHasDropout) s = kept[m][half] >> (2 * n + (e & 1)) & 1 ? s : 0.f;
-          }
+        }
+        u32 p_packed[kKeyFrags][kPartFrags][2], ds_packed[kKeyFrags][kPartFrags][2];
+        pack_accumulators(p_packed, s_frag);
+        pack_accumulators(ds_packed, dp_frag);
+        store_packed(ds_smem, key_warp, (query_warp + part * 8) / 16, ds_packed);
+
+        // dV += P^T dO, dK += dS^T Q
+        if constexpr (kSplit == 1) {
+          multiply<kPartFrags / 2>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, p_packed, k); },
+                                   down_first(dout_smem(stage), part * 8, 0));
+          multiply<kPartFrags / 2>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, ds_packed, k); },
+                                   down_first(q_smem(stage), part * 8, 0));
+        } else {
+          store_packed(p_smem, key_warp, (query_warp + part * 8) / 16, p_packed);
+        }
       }
     };
-    if (masked) differentiate(Switch<true>{});
-    else differentiate(Switch<false>{});
+    if (masked) visit(Switch<true>{});
+    else visit(Switch<false>{});
 
-    // dV += P^T dO, dK += dS^T Q
-    const Window16<DoutTile> dout_columns = down_first(dout_smem(stage), 0, warp_d * 2);
-    const Window16<QTile> q_columns = down_first(q_smem(stage), 0, warp_d * 2);
-    if constexpr (kSplit == 1) {
-      multiply<kBlockM / 16>(dv_frag, [&](u32 (&p_frag)[kKeyFrags][4], int k) { pack_fragments(p_frag, s_frag, k); }, dout_columns);
-      store_accumulators(ds_smem, key_warp, 0, dp_frag);
-      multiply<kBlockM / 16>(dk_frag, [&](u32 (&ds_frag)[kKeyFrags][4], int k) { pack_fragments(ds_frag, dp_frag, k); }, q_columns);
-    } else {
-      store_accumulators(p_smem, key_warp, query_warp / 16, s_frag);
-      store_accumulators(ds_smem, key_warp, query_warp / 16, dp_frag);
+    if constexpr (kSplit > 1) {
       sync_block();  // P^T and dS^T are complete
       const Window16<ScoreTile> p_rows = down_first(p_smem, key_warp, 0), ds_rows = down_first(ds_smem, key_warp, 0);
-      multiply<kBlockM / 16, kSplit>(dv_frag, [&](u32 (&p_frag)[kKeyFrags][4], int k) {
-#pragma unroll
-        for (int m = 0; m < kKeyFrags; ++m) ldmatrix_x4(p_frag[m], p_rows.at(m * 16, k * 2));
-      }, dout_columns);
-      multiply<kBlockM / 16, kSplit>(dk_frag, [&](u32 (&ds_frag)[kKeyFrags][4], int k) {
-#pragma unroll
-        for (int m = 0; m < kKeyFrags; ++m) ldmatrix_x4(ds_frag[m], ds_rows.at(m * 16, k * 2));
-      }, q_columns);
+      multiply<kBlockM / 16, kSplit>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
+                                     down_first(dout_smem(stage), 0, warp_d * 2));
+      multiply<kBlockM / 16, kSplit>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
+                                     down_first(q_smem(stage), 0, warp_d * 2));
     }
     if constexpr (kDeterministic) await_turn(block);
     sync_block();  // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
@@ -291,9 +291,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     float dq_frag[kDqRowFrags][kDqColumnFrags][4];
     clear(dq_frag);
     const Window16<ScoreTile> ds_columns = right_first(ds_smem, 0, 0);
-    multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&ds_frag)[kDqRowFrags][4], int k) {
+    multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) {
 #pragma unroll
-      for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(ds_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
+      for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(a_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
     }, down_first(k_smem, 0, dq_n * 2));
     float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, head, block.m_block) * (kBlockM * kHeadDim);
 #pragma unroll
@@ -315,24 +315,12 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   if constexpr (kDeterministic) {
     if (!first_round) pass_turn(before);
   }
-  const float keep = dropout_of(p, position.batch, 0).keep;
-#pragma unroll
-  for (int m = 0; m < kKeyFrags; ++m) {
-#pragma unroll
-    for (int n = 0; n < kDkFrags; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dk_frag[m][n][e] *= p.softmax_scale;
-#pragma unroll
-    for (int n = 0; n < kDvFrags; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dv_frag[m][n][e] *= keep;
-  }
+  scale(dk_frag, p.softmax_scale);
+  if constexpr (kHasDropout) scale(dv_frag, dropout_of(p, position.batch, 0).keep);
   store_accumulators<kSplit>(k_smem, key_warp, warp_d, dk_frag);
   store_accumulators<kSplit>(v_smem, key_warp, warp_d, dv_frag);
   sync_block();  // dK and dV are in shared memory
   const int rows = sequence.k_rows - first_key;
-  store_tile(k_smem, p.dk + head_offset(position.batch, sequence.k_start + first_key, position.head, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head),
-             p.dk_stride_row, rows, p.head_dim);
-  store_tile(v_smem, p.dv + head_offset(position.batch, sequence.k_start + first_key, position.head, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head),
-             p.dv_stride_row, rows, p.head_dim_v);
+  store_tile(k_smem, dk_of(p, sequence, position.head).from(first_key), rows, p.head_dim);
+  store_tile(v_smem, dv_of(p, sequence, position.head).from(first_key), rows, p.head_dim_v);
 }

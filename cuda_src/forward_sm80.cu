@@ -36,10 +36,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const int n_first = keys.any.begin / kBlockN, n_last = ceil_div(keys.any.end, kBlockN) - 1;
 
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
-  const u16* q_ptr = p.q + head_offset(position.batch, sequence.q_start, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head) +
-                     (i64)m_block * kBlockM * p.q_stride_row;
-  const u16* k_ptr = p.k + head_offset(position.batch, sequence.k_start, kv_head, p.k_stride_batch, p.k_stride_row, p.k_stride_head);
-  const u16* v_ptr = p.v + head_offset(position.batch, sequence.k_start, kv_head, p.v_stride_batch, p.v_stride_row, p.v_stride_head);
+  const Rows<const u16> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head);
   const int q_rows = sequence.q_length - m_block * kBlockM;
 
   const auto k_smem = [&](int stage) { return KTile{smem + kKOffset + stage * KTile::kBytes}; };
@@ -47,11 +44,11 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   // Keys no row of this block sees are not read.
   const auto load_k = [&](int n, int stage) {
     const int first = n * kBlockN;
-    load_tile(k_smem(stage), k_ptr + first * p.k_stride_row, p.k_stride_row, keys.any.begin - first, keys.any.end - first, p.head_dim);
+    load_tile(k_smem(stage), k_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim);
   };
   const auto load_v = [&](int n, int stage) {
     const int first = n * kBlockN;
-    load_tile(v_smem(stage), v_ptr + first * p.v_stride_row, p.v_stride_row, keys.any.begin - first, keys.any.end - first, p.head_dim_v);
+    load_tile(v_smem(stage), v_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim_v);
   };
 
   // This thread's first element of a C fragment
@@ -63,11 +60,11 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const float scale_log2 = kTransformsScores ? 1.f : scores.scale_log2;
 
   // The next key block to visit, downwards from n; a tile the boolean mask hides entirely is skipped.
-  u32 mask_bits[kMFrags][2], next_mask_bits[kMFrags][2];  // one bit an element
+  MaskBits<kMFrags> mask_bits, next_mask_bits;
   const auto find_block = [&](int n) {
     if constexpr (kHasMask) {
       const u8* mask = mask_of(p, sequence, head);
-      while (n >= n_first && !sync_block_or(load_mask<kMFrags, kNFrags>(next_mask_bits, p, sequence, mask, i_first, n * kBlockN + j_lane))) --n;
+      while (n >= n_first && !sync_block_or(load_mask<kNFrags>(next_mask_bits, p, sequence, mask, i_first, n * kBlockN + j_lane))) --n;
     }
     return n;
   };
@@ -78,7 +75,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 
   int n = find_block(n_last);
   if (n >= n_first) {
-    load_tile(q_smem, q_ptr, p.q_stride_row, 0, q_rows, p.head_dim);
+    load_tile(q_smem, q_of(p, sequence, head).from(m_block * kBlockM), 0, q_rows, p.head_dim);
     load_k(n, 0);
     if constexpr (kNumStages == 2) load_v(n, 0);
     cp_async_commit();
@@ -112,10 +109,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       }
     }
     first = false;
-#pragma unroll
-    for (int m = 0; m < kMFrags; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) mask_bits[m][half] = next_mask_bits[m][half];
+    mask_bits = next_mask_bits;
     const int n_next = find_block(n - 1);
     if constexpr (kNumStages == 2) {
       if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
@@ -149,7 +143,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
 
     // O += P V
-    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { pack_fragments(p_frag, s_frag, k); },
+    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
                            down_first(v_smem(stage), 0, 0));
     if constexpr (kNumStages == 2) stage ^= 1;
     n = n_next;
@@ -173,7 +167,5 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   sync_block();  // out overwrites Q, K and V: nobody reads them any more
   store_accumulators(out_smem, warp_row, 0, out_frag);
   sync_block();  // all of out is in shared memory
-  u16* out_ptr = p.out + head_offset(position.batch, sequence.q_start, head, p.out_stride_batch, p.out_stride_row, p.out_stride_head) +
-                 (i64)m_block * kBlockM * p.out_stride_row;
-  store_tile(out_smem, out_ptr, p.out_stride_row, q_rows, p.head_dim_v);
+  store_tile(out_smem, out_of(p, sequence, head).from(m_block * kBlockM), q_rows, p.head_dim_v);
 }

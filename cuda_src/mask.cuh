@@ -1,9 +1,13 @@
 // Who sees whom: the keys a row sees (window, lengths, key_ranges, boolean mask), the key blocks a query block visits and
 // which of them need a mask at all, and the same from the side of a key block.
 //
-// A masked score is set to -inf by select, never by adding: NaN in it does not survive. Masked values of V are covered
-// in two steps: rows of K and V that no row of the block can see are zero-filled by the load, and in a tile that needs a
-// mask, rows holding NaN or Inf are taken out of the product and show only in rows that see them (take_out_non_finite).
+// What a masked key can do to a result, exactly:
+// - Its score is set to -inf by select, never by adding, so NaN in K or in the bias is gone; p and dS are selected to 0 likewise.
+// - Keys from k_length on, and in the forward keys outside the hull of what a block's rows see, are never read.
+// - Other masked keys lie in the same tile as visible ones, and 0 * NaN is NaN: in tiles that need a mask the forward takes
+//   chunks of V with NaN or Inf out of P V, the backward those of K out of dS K (take_out_non_finite). A row that does see
+//   such a key becomes NaN as a whole, also where K or V held Inf. So no masked key shows in any row, whatever it holds.
+// Without window, key_ranges and mask there is nothing to take out, and NaN and Inf go through the products as they are.
 #pragma once
 #include "seqlen.cuh"
 #include "tile.cuh"
@@ -110,6 +114,12 @@ DEVICE Span queries_of(const Sequence& s, int j) {
 
 // ---- boolean mask ----
 
+// A thread's part of a tile of the mask: bit 2 n + e of [m][half] is the element that a C fragment (m, n) has at
+// row half and column e.
+template <int kM> struct MaskBits {
+  u32 row[kM][2];
+};
+
 DEVICE const u8* mask_of(const Params& p, const Sequence& s, int head) {
   return p.mask + (s.batch * p.mask_stride_batch + head * p.mask_stride_head);
 }
@@ -117,10 +127,19 @@ DEVICE bool mask_at(const Params& p, const Sequence& s, const u8* mask, int i, i
   return i < s.q_length && j < s.k_length && ld_global(mask + (i * p.mask_stride_row + j * p.mask_stride_column)) != 0;
 }
 
-// This thread's part of the mask over C fragments of [16 kM queries x 8 kN keys], one bit an element; `i` and `j` are those of
-// its first element. True if any bit is set.
-template <int kM, int kN>
-DEVICE bool load_mask(u32 (&bits)[kM][2], const Params& p, const Sequence& s, const u8* mask, int i, int j) {
+// Elements (i, j) and (i, j + 1) as two bits; one load where the two bytes lie in one 16-bit word.
+DEVICE u32 mask_pair(const Params& p, const Sequence& s, const u8* mask, int i, int j) {
+  const u8* first = mask + (i * p.mask_stride_row + j * p.mask_stride_column);
+  if (i < s.q_length && j + 1 < s.k_length && p.mask_stride_column == 1 && ((u64)first & 1) == 0) {
+    const u32 pair = ld_global((const u16*)first);
+    return (pair & 1) | (pair >> 8 & 1) << 1;
+  }
+  return (u32)mask_at(p, s, mask, i, j) | (u32)mask_at(p, s, mask, i, j + 1) << 1;
+}
+
+// Over C fragments of [16 kM queries x 8 kN keys]; (i, j) is this thread's first element. True if any bit is set.
+template <int kN, int kM>
+DEVICE bool load_mask(MaskBits<kM>& bits, const Params& p, const Sequence& s, const u8* mask, int i, int j) {
   static_assert(kN <= 16, "two keys of every n-fragment in 32 bits");
   u32 any = 0;
 #pragma unroll
@@ -129,16 +148,15 @@ DEVICE bool load_mask(u32 (&bits)[kM][2], const Params& p, const Sequence& s, co
     for (int half = 0; half < 2; ++half) {
       u32 row_bits = 0;
 #pragma unroll
-      for (int e = 0; e < 2 * kN; ++e)
-        row_bits |= (u32)mask_at(p, s, mask, i + m * 16 + half * 8, j + (e >> 1) * 8 + (e & 1)) << e;
-      bits[m][half] = row_bits;
+      for (int n = 0; n < kN; ++n) row_bits |= mask_pair(p, s, mask, i + m * 16 + half * 8, j + n * 8) << (2 * n);
+      bits.row[m][half] = row_bits;
       any |= row_bits;
     }
   return any != 0;
 }
-// The same with keys down and queries across: bits[key][query].
-template <int kM, int kN>
-DEVICE bool load_mask_transposed(u32 (&bits)[kM][2], const Params& p, const Sequence& s, const u8* mask, int i, int j) {
+// Over C fragments of [16 kM keys x 8 kN queries].
+template <int kN, int kM>
+DEVICE bool load_mask_transposed(MaskBits<kM>& bits, const Params& p, const Sequence& s, const u8* mask, int i, int j) {
   static_assert(kN <= 16, "two queries of every n-fragment in 32 bits");
   u32 any = 0;
 #pragma unroll
@@ -149,16 +167,17 @@ DEVICE bool load_mask_transposed(u32 (&bits)[kM][2], const Params& p, const Sequ
 #pragma unroll
       for (int e = 0; e < 2 * kN; ++e)
         row_bits |= (u32)mask_at(p, s, mask, i + (e >> 1) * 8 + (e & 1), j + m * 16 + half * 8) << e;
-      bits[m][half] = row_bits;
+      bits.row[m][half] = row_bits;
       any |= row_bits;
     }
   return any != 0;
 }
 
-// Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see -> -inf. `bits` as load_mask gives them (boolean mask
-// only); `non_finite` marks keys whose V was taken out of the product: they turn the rows that see them into NaN.
+// Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see -> -inf. `bits` is read where there is a boolean mask.
+// `non_finite` marks keys whose V was taken out of the product: they turn the rows that see them into NaN.
 template <int kM, int kN>
-DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, const u32 (&bits)[kM][2], u32 non_finite, int i, int j) {
+DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, const MaskBits<kM>& bits, u32 non_finite,
+                       int i, int j) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -170,7 +189,7 @@ DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequen
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           bool visible = columns.holds(n * 8 + e);
-          if constexpr (kHasMask) visible = visible && (bits[m][half] >> (2 * n + e) & 1);
+          if constexpr (kHasMask) visible = visible && (bits.row[m][half] >> (2 * n + e) & 1);
           float& score = s_frag[m][n][half * 2 + e];
           if constexpr (kHasBounds || kHasMask) {
             if (non_finite >> (2 * n + e) & 1) score = not_a_number();

@@ -32,8 +32,22 @@ DEVICE float tanh_of(float x_log2) { return 1.f - 2.f * rcp_approx(1.f + exp2_ap
 
 DEVICE float widen(u16 bits) { return unpack<kIsBf16>(bits).x; }
 
-// Score in base 2 of row i, key j from q.k. `derivative` becomes d(softcap)/d(its argument).
-DEVICE float score_log2(const Params& p, const Sequence& s, const Scores& scores, float qk, int i, int j, float& derivative) {
+// Bias of row i, key j, and of (i, j) and (i, j + 1): one load where the two lie in one 32-bit word. 0 outside.
+DEVICE float bias_at(const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
+  if (!kHasBias || i >= s.q_length || j >= s.k_length) return 0.f;
+  return widen(ld_global(scores.bias + (i * p.bias_stride_row + j * p.bias_stride_column)));
+}
+DEVICE F32x2 bias_pair(const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
+  if constexpr (kHasBias) {
+    const u16* first = scores.bias + (i * p.bias_stride_row + j * p.bias_stride_column);
+    if (i < s.q_length && j + 1 < s.k_length && p.bias_stride_column == 1 && ((u64)first & 3) == 0)
+      return unpack<kIsBf16>(ld_global((const u32*)first));
+  }
+  return {bias_at(p, s, scores, i, j), bias_at(p, s, scores, i, j + 1)};
+}
+
+// Score in base 2 of row i, key j from q.k and its bias. `derivative` becomes d(softcap)/d(its argument).
+DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float bias, int i, int j, float& derivative) {
   float x = qk * scores.scale_log2;
   derivative = 1.f;
   if constexpr (kHasSoftcap) {
@@ -45,11 +59,15 @@ DEVICE float score_log2(const Params& p, const Sequence& s, const Scores& scores
     const int distance = i + s.diagonal - j;
     x -= scores.slope_log2 * (float)(distance < 0 ? -distance : distance);
   }
-  if constexpr (kHasBias) {
-    if (i < s.q_length && j < s.k_length)
-      x += widen(ld_global(scores.bias + (i * p.bias_stride_row + j * p.bias_stride_column))) * kLog2e;
-  }
+  if constexpr (kHasBias) x += bias * kLog2e;
   return x;
+}
+
+// dbias += the score's gradient
+DEVICE void add_bias_gradient(const Params& p, const Sequence& s, int head, int i, int j, float gradient) {
+  if (p.dbias && gradient != 0.f && i < s.q_length && j < s.k_length)
+    red_add_global(p.dbias + (s.batch * p.bias_stride_batch + head * p.bias_stride_head + i * p.bias_stride_row +
+                              j * p.bias_stride_column), gradient);
 }
 
 // Scores of C fragments [16 kM queries x 8 kN keys] in place; (i, j) is this thread's first element.
@@ -60,9 +78,14 @@ DEVICE void transform(float (&s_frag)[kM][kN][4], const Params& p, const Sequenc
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
+      for (int half = 0; half < 2; ++half) {
+        const int row = i + m * 16 + half * 8, key = j + n * 8;
+        const F32x2 bias = bias_pair(p, s, scores, row, key);
         float derivative;
-        s_frag[m][n][e] = score_log2(p, s, scores, s_frag[m][n][e], i + m * 16 + (e >> 1) * 8, j + n * 8 + (e & 1), derivative);
+        float& first = s_frag[m][n][half * 2];
+        float& second = s_frag[m][n][half * 2 + 1];
+        first = score_log2(s, scores, first, bias.x, row, key, derivative);
+        second = score_log2(s, scores, second, bias.y, row, key + 1, derivative);
       }
 }
 
@@ -97,7 +120,7 @@ DEVICE Dropout dropout_of(const Params& p, int batch, int head) {
     const u64 seed = ld_global(p.rng_state), offset = ld_global(p.rng_state + 1);
     const double threshold = (double)p.dropout_p * 4294967296.0;
     dropout = {(u32)seed, (u32)(seed >> 32), (u32)(batch * p.num_heads_q + head), (u32)offset,
-               threshold >= 4294967295.0 ? 0xffffffffu : (u32)threshold, 1.f / (1.f - p.dropout_p)};
+               threshold >= 4294967295.0 ? 0xffffffffu : (u32)threshold, p.dropout_p < 1.f ? 1.f / (1.f - p.dropout_p) : 0.f};
   }
   return dropout;
 }

@@ -46,9 +46,40 @@ DEVICE Sequence sequence_of(const Params& p, int batch) {
   return s;
 }
 
-// Element offset of (row 0 of the sequence, head) in a tensor.
-DEVICE i64 head_offset(int batch, i64 start, int head, i64 stride_batch, i64 stride_row, i64 stride_head) {
-  return batch * stride_batch + start * stride_row + head * stride_head;
+// Rows of one sequence and head, from one of them on.
+template <class T> struct Rows {
+  T* first;
+  i64 stride;
+  DEVICE Rows from(int row) const { return {first + row * stride, stride}; }
+};
+
+template <class T>
+DEVICE Rows<T> rows_of(T* tensor, int batch, i64 start, int head, i64 stride_batch, i64 stride_row, i64 stride_head) {
+  return {tensor + (batch * stride_batch + start * stride_row + head * stride_head), stride_row};
+}
+DEVICE Rows<const u16> q_of(const Params& p, const Sequence& s, int head) {
+  return rows_of(p.q, s.batch, s.q_start, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head);
+}
+DEVICE Rows<const u16> k_of(const Params& p, const Sequence& s, int head) {
+  return rows_of(p.k, s.batch, s.k_start, head, p.k_stride_batch, p.k_stride_row, p.k_stride_head);
+}
+DEVICE Rows<const u16> v_of(const Params& p, const Sequence& s, int head) {
+  return rows_of(p.v, s.batch, s.k_start, head, p.v_stride_batch, p.v_stride_row, p.v_stride_head);
+}
+DEVICE Rows<u16> out_of(const Params& p, const Sequence& s, int head) {
+  return rows_of(p.out, s.batch, s.q_start, head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
+}
+DEVICE Rows<const u16> dout_of(const Params& p, const Sequence& s, int head) {
+  return rows_of(p.dout, s.batch, s.q_start, head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head);
+}
+DEVICE Rows<u16> dq_of(const Params& p, const Sequence& s, int head) {
+  return rows_of(p.dq, s.batch, s.q_start, head, p.dq_stride_batch, p.dq_stride_row, p.dq_stride_head);
+}
+DEVICE Rows<u16> dk_of(const Params& p, const Sequence& s, int head) {
+  return rows_of(p.dk, s.batch, s.k_start, head, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head);
+}
+DEVICE Rows<u16> dv_of(const Params& p, const Sequence& s, int head) {
+  return rows_of(p.dv, s.batch, s.k_start, head, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head);
 }
 // Element offset of (row 0 of the sequence, head) in logsumexp, dlogsumexp and delta.
 DEVICE i64 statistics_offset(const Params& p, const Sequence& s, int head) {

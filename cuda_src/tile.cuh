@@ -13,7 +13,7 @@
 //
 // C of one product, packed in pairs, is A of the next: n-fragments 2k and 2k + 1 make the A fragment of step k.
 #pragma once
-#include "ptx_sm80.cuh"
+#include "seqlen.cuh"
 
 constexpr int kThreads = kNumWarps * 32;
 
@@ -33,53 +33,79 @@ template <int kRowCount, int kColumnCount> struct Tile {
 
   u32 base;  // multiple of 128
 
-  DEVICE u32 address(int row, int chunk) const {
-    return base + row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4);
-  }
+  static DEVICE u32 offset(int row, int chunk) { return row * kPitch + ((chunk ^ ((row / kRowsPerStep) & kSwizzle)) << 4); }
+  DEVICE u32 address(int row, int chunk) const { return base + offset(row, chunk); }
 };
 
 // ---- global memory -> tile ----
 
-// Starts the copy of rows [0, kRows) from `source` (row 0, column 0). Rows outside [row_begin, row_end) and columns from
+// Starts the copy of `source` into the tile. Rows outside [row_begin, row_end) and columns from
 // head_dim on are never read and become zero. The caller commits.
-template <class T> DEVICE void load_tile(T tile, const u16* source, i64 stride_row, int row_begin, int row_end, int head_dim) {
-  constexpr int kCopies = T::kRows * T::kChunks;
-  static_assert(kCopies % kThreads == 0 || kCopies < kThreads || T::kChunks % 12 == 0, "whole rounds, or a tail");
+template <class T> DEVICE void load_tile(T tile, Rows<const u16> source, int row_begin, int row_end, int head_dim) {
+  constexpr int kLanes = T::kChunks & -T::kChunks;  // threads along a row: the power of two in its chunks
+  constexpr int kStep = kThreads / kLanes;          // rows a round
+  const int lane = thread_index() % kLanes;
+  int row = thread_index() / kLanes;
+  const u32 first = tile.address(row, lane);
+  const u16* from = source.from(row).first + lane * 8;
+  const u32 rows = row_end > row_begin ? row_end - row_begin : 0;
 #pragma unroll
-  for (int round = 0; round < (kCopies + kThreads - 1) / kThreads; ++round) {
-    const int copy = round * kThreads + thread_index();
-    const int row = copy / T::kChunks, chunk = copy % T::kChunks;
-    if (kCopies % kThreads != 0 && copy >= kCopies) break;
-    const bool valid = row >= row_begin && row < row_end && chunk * 8 < head_dim;
-    cp_async_16(tile.address(row, chunk), source + (row * stride_row + chunk * 8), valid);
+  for (int round = 0; round < (T::kRows + kStep - 1) / kStep; ++round) {
+    if (T::kRows % kStep != 0 && row >= T::kRows) break;
+#pragma unroll
+    for (int chunk = 0; chunk < T::kChunks; chunk += kLanes) {
+      // The swizzle repeats every 8 rows
+      const u32 to = kStep % 8 == 0 && T::kChunks == kLanes ? first + round * kStep * T::kPitch : tile.address(row, chunk + lane);
+      cp_async_16(to, from + chunk * 8, (u32)(row - row_begin) < rows && (chunk + lane) * 8 < head_dim);
+    }
+    row += kStep;
+    from += kStep * source.stride;
   }
 }
 
 // ---- tile -> global memory ----
 
 // Rows [0, row_end), columns [0, head_dim), 16 bytes a store. All threads of the block.
-template <class T> DEVICE void store_tile(T tile, u16* destination, i64 stride_row, int row_end, int head_dim) {
+template <class T> DEVICE void store_tile(T tile, Rows<u16> destination, int row_end, int head_dim) {
 #pragma unroll 4
   for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads) {
     const int row = copy / T::kChunks, chunk = copy % T::kChunks;
     if (row < row_end && chunk * 8 < head_dim)
-      st_global((U32x4*)(destination + (row * stride_row + chunk * 8)), ld_shared<U32x4>(tile.address(row, chunk)));
+      st_global((U32x4*)(destination.from(row).first + chunk * 8), ld_shared<U32x4>(tile.address(row, chunk)));
   }
 }
 
-// Accumulators [16 kM x 8 kN] -> 16-bit, from row `row` on. Pair j of n-fragments (16 columns) lands at column pair
-// j * kPairStride + pair: column pairs may be dealt out to kPairStride warps.
+// Accumulators [16 kM x 8 kN] in 16 bits: [0] of row g, [1] of row g + 8.
+// Goes to n-fragments from `first` on.
+template <int kM, int kN, int kNPacked>
+DEVICE void pack_accumulators(u32 (&packed)[kM][kNPacked][2], const float (&acc)[kM][kN][4], int first = 0) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) packed[m][first + n][half] = pack<kIsBf16>(acc[m][n][half * 2], acc[m][n][half * 2 + 1]);
+}
+
+// -> tile, from row `row` on. Pair j of n-fragments (16 columns) lands at column pair j * kPairStride + pair: column pairs may
+// be dealt out to kPairStride warps.
 template <int kPairStride = 1, class T, int kM, int kN>
-DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM][kN][4]) {
+DEVICE void store_packed(T tile, int row, int pair, const u32 (&packed)[kM][kN][2]) {
   const int g = lane_index() >> 2, t = lane_index() & 3;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const int chunk = ((n >> 1) * kPairStride + pair) * 2 + (n & 1);
-      st_shared(tile.address(row + m * 16 + g, chunk) + t * 4, pack<kIsBf16>(acc[m][n][0], acc[m][n][1]));
-      st_shared(tile.address(row + m * 16 + g + 8, chunk) + t * 4, pack<kIsBf16>(acc[m][n][2], acc[m][n][3]));
-    }
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        st_shared(tile.address(row + m * 16 + half * 8 + g, ((n >> 1) * kPairStride + pair) * 2 + (n & 1)) + t * 4,
+                  packed[m][n][half]);
+}
+template <int kPairStride = 1, class T, int kM, int kN>
+DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM][kN][4]) {
+  u32 packed[kM][kN][2];
+  pack_accumulators(packed, acc);
+  store_packed<kPairStride>(tile, row, pair, packed);
 }
 
 // ---- accumulators -> fp32 in global memory, added ----
@@ -100,34 +126,47 @@ DEVICE void add_fragment(float* fragment, const float (&c)[4]) {
 
 // ---- tile -> fragments ----
 
-// This lane's address in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
-// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR.
+// This lane's place in the ldmatrix pattern of a tile. at(row, chunk) moves the 16x16 window; row a multiple of 8, chunk
+// even and, in its low bits, free of the chunk the window started at, so that moving is one XOR. Kept apart from the tile's
+// base, so that tiles of one shape share the few registers with XORed offsets.
 template <class T> struct Window16 {
-  u32 lane_address;
+  u32 base, lane_offset;
   DEVICE u32 at(int row, int chunk) const {
-    return (lane_address ^ ((chunk & T::kSwizzle) << 4)) + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch;
+    return (lane_offset ^ ((chunk & T::kSwizzle) << 4)) + (base + ((chunk & ~T::kSwizzle) << 4) + row * T::kPitch);
   }
 };
 // Matrices in the order (upper left, lower left, upper right, lower right): an A fragment, or with .trans two B fragments
 // of a tile stored [k][n].
 template <class T> DEVICE Window16<T> down_first(T tile, int row, int chunk) {
-  return {tile.address(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
+  return {tile.base, T::offset(row + (lane_index() & 15), chunk + (lane_index() >> 4))};
 }
 // Matrices in the order (upper left, upper right, lower left, lower right): two B fragments of a tile stored [n][k], or
 // with .trans an A fragment of a tile stored [k][m].
 template <class T> DEVICE Window16<T> right_first(T tile, int row, int chunk) {
-  return {tile.address(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
+  return {tile.base, T::offset(row + (lane_index() & 7) + ((lane_index() >> 4) << 3), chunk + ((lane_index() >> 3) & 1))};
 }
 
 // A fragment of step k out of accumulators.
-template <int kM, int kN> DEVICE void pack_fragments(u32 (&a_frag)[kM][4], const float (&acc)[kM][kN][4], int k) {
+template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const u32 (&packed)[kM][kN][2], int k) {
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
-    a_frag[m][0] = pack<kIsBf16>(acc[m][2 * k][0], acc[m][2 * k][1]);
-    a_frag[m][1] = pack<kIsBf16>(acc[m][2 * k][2], acc[m][2 * k][3]);
-    a_frag[m][2] = pack<kIsBf16>(acc[m][2 * k + 1][0], acc[m][2 * k + 1][1]);
-    a_frag[m][3] = pack<kIsBf16>(acc[m][2 * k + 1][2], acc[m][2 * k + 1][3]);
-  }
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) a_frag[m][e] = packed[m][2 * k + (e >> 1)][e & 1];
+}
+template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const float (&acc)[kM][kN][4], int k) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float(&c)[4] = acc[m][2 * k + (e >> 1)];
+      a_frag[m][e] = pack<kIsBf16>(c[(e & 1) * 2], c[(e & 1) * 2 + 1]);
+    }
+}
+
+// A fragments of step k from a tile (`rows` from down_first).
+template <class T, int kM> DEVICE void load_rows(u32 (&a_frag)[kM][4], Window16<T> rows, int k) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) ldmatrix_x4(a_frag[m], rows.at(m * 16, k * 2));
 }
 
 template <int kM, int kN> DEVICE void clear(float (&acc)[kM][kN][4]) {
@@ -137,6 +176,15 @@ template <int kM, int kN> DEVICE void clear(float (&acc)[kM][kN][4]) {
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
+}
+
+template <int kM, int kN> DEVICE void scale(float (&acc)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[m][n][e] *= factor;
 }
 
 // ---- products: acc [16 kM x 8 kN] += A [16 kM x 16 kSteps] B; load_a(a_frag, k) fills the A fragments of step k ----

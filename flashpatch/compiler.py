@@ -172,8 +172,8 @@ def compile_cubin(config: Config, arch: str) -> tuple[bytes, str]:
     Raises CompileError with NVRTC's own words.
     """
     nvrtc = _nvrtc()
-    texts = headers()
-    program = nvrtc.createProgram(source(config), f"{config.kernel}.cu", tuple(texts.values()), tuple(texts))
+    names, texts = zip(*((name.encode(), text.encode()) for name, text in headers().items()), strict=True)
+    program = nvrtc.createProgram(source(config), f"{config.kernel}.cu", texts, names)
     try:
         nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS))
         # CuPy strips the last byte as if it were a C string's end

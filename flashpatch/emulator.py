@@ -17,6 +17,7 @@ import platform
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,9 @@ FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-
 MACHINE_FLAGS = ("-O2",)
 KERNEL_FLAGS = ("-O2",)
 PARAMS_LIMIT = 4096
+# TensorMapFields of emulation/machine_sm90.h
+_TENSOR_MAP = struct.Struct("=QQ4Q5I5I3I28x")
+_TENSOR_MAP_MAGIC = 0x70616D726F736E65
 Patch = Callable[[str, str], str]
 # Unrolling costs compile time and buys nothing here; the line stays, so that line numbers do.
 _UNROLL = re.compile(r"^#pragma unroll.*$", re.MULTILINE)
@@ -268,6 +272,53 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
         return Path(folder, "kernel.so")
 
     return _cached(f"{config.kernel}-{_digest(_signature(compiler), machine.name, unit, headers)}.so", build)
+
+
+# ---- tensor maps ----
+
+
+def tensor_map(
+    address: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    element_bytes: int = 2,
+    swizzle_bytes: int = 128,
+) -> bytes:
+    """The 128 bytes that stand for a CUtensorMap here: TensorMapFields of `emulation/machine_sm90.h`.
+
+    As cuTensorMapEncodeTiled: `dims` and `box` from the contiguous dimension on, `strides` in bytes without its own.
+    Raises ValueError for what that function would refuse.
+    """
+    rank = len(dims)
+    if not (3 <= rank <= 5 and len(box) == rank and len(strides) == rank - 1):
+        raise ValueError(
+            f"a tensor map needs 3 to 5 dims, as many box sizes and one stride less, got {dims} {box} {strides}"
+        )
+    if address % 16 or any(stride % 16 for stride in strides):
+        raise ValueError(
+            f"address {address:#x} and strides {tuple(strides)} of a tensor map must be multiples of 16 bytes"
+        )
+    if not all(1 <= size <= 256 for size in box) or box[0] * element_bytes % 16:
+        raise ValueError(f"box {tuple(box)}: sizes from 1 to 256, the first a multiple of 16 bytes")
+    if swizzle_bytes and box[0] * element_bytes > swizzle_bytes:
+        raise ValueError(
+            f"box {tuple(box)}: rows of {box[0] * element_bytes} bytes do not fit a {swizzle_bytes}-byte swizzle"
+        )
+    padding = 5 - rank
+    return _TENSOR_MAP.pack(
+        _TENSOR_MAP_MAGIC,
+        address,
+        *strides,
+        *[0] * padding,
+        *dims,
+        *[1] * padding,
+        *box,
+        *[1] * padding,
+        rank,
+        element_bytes,
+        swizzle_bytes,
+    )
 
 
 # ---- loading and launching ----

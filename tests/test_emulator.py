@@ -524,7 +524,8 @@ def test_constants_are_those_of_the_gpu_compiler():
 
 
 def functions(text):
-    return set(re.findall(r"DEVICE\s+[\w&*]+\s+(\w+)\(", text)) | set(re.findall(r"struct alignas\(\d+\) (\w+)", text))
+    names = re.findall(r"^(?:template <[^>]*> ?\n?)?DEVICE\s+[\w&*]+\s+(\w+)\(", text, re.MULTILINE)
+    return set(names) | set(re.findall(r"struct alignas\(\d+\) (\w+)", text))
 
 
 @pytest.mark.parametrize("header", sorted(path.name for path in (ROOT / "cuda_src").glob("ptx_*.cuh")))

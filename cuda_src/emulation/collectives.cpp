@@ -1,6 +1,6 @@
 // Instructions of a whole warp. Fragment layouts as the PTX manual draws them: lane = 4 * group + pair.
 #include "numbers.h"
-#include "state.h"
+#include "state_sm90.h"
 
 namespace emulation {
 namespace {
@@ -93,6 +93,54 @@ void run_vote(void* const (&arguments)[kLanes], Site site) {
   for (u32 lane = 0; lane < kLanes; ++lane) *static_cast<u32*>(arguments[lane]) = ballot;
 }
 
+void run_shfl_index(void* const (&arguments)[kLanes], Site site) {
+  count("shfl", site);
+  u32 values[kLanes];
+  for (u32 lane = 0; lane < kLanes; ++lane) values[lane] = static_cast<const ShflArguments*>(arguments[lane])->value;
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    auto* argument = static_cast<ShflArguments*>(arguments[lane]);
+    argument->value = values[argument->mask & 31];
+  }
+}
+
+void run_elect(void* const (&arguments)[kLanes], Site site) {
+  count("elect", site);
+  for (u32 lane = 0; lane < kLanes; ++lane) *static_cast<u32*>(arguments[lane]) = lane == 0;
+}
+
+struct StmatrixArguments {
+  const u32* r;
+  u32 address;
+};
+
+template <bool kTransposed>
+void run_stmatrix(void* const (&arguments)[kLanes], Site site) {
+  const char* name = kTransposed ? "stmatrix_x4_trans" : "stmatrix_x4";
+  const u16 index = count(name, site);
+  u16 matrices[4][8][8];
+  u32 addresses[kLanes];
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    const u32* r = static_cast<const StmatrixArguments*>(arguments[lane])->r;
+    const u32 g = lane / 4, p = lane % 4 * 2;
+    for (u32 m = 0; m < 4; ++m) {
+      (kTransposed ? matrices[m][p][g] : matrices[m][g][p]) = static_cast<u16>(r[m]);
+      (kTransposed ? matrices[m][p + 1][g] : matrices[m][g][p + 1]) = static_cast<u16>(r[m] >> 16);
+    }
+  }
+  Thread* running = machine.running;
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    addresses[lane] = static_cast<const StmatrixArguments*>(arguments[lane])->address;
+    check_shared(name, addresses[lane], 16, 16, site);
+    machine.running = &machine.threads[running->identity.warp * kLanes + lane];  // each lane writes its row
+    order_write(name, index, addresses[lane], 16, site);
+    __builtin_memcpy(shared_host(addresses[lane]), matrices[lane / 8][lane % 8], 16);
+  }
+  machine.running = running;
+  for (u32 m = 0; m < 4; ++m) record(index).bank_conflicts += banks_conflicts_of_rows(addresses + m * 8);
+}
+
+void run_nothing(void* const (&)[kLanes], Site) {}
+
 void run_sync_warp(void* const (&)[kLanes], Site site) {
   count("sync_warp", site);
   u32 threads[kLanes];
@@ -106,6 +154,11 @@ const Collective kLdmatrix{"ldmatrix_x4", run_ldmatrix<false>};
 const Collective kLdmatrixTrans{"ldmatrix_x4_trans", run_ldmatrix<true>};
 const Collective kShflXor{"shfl_xor", run_shfl};
 const Collective kVote{"vote", run_vote};
+const Collective kShflIndex{"shfl", run_shfl_index};
+const Collective kElect{"elect", run_elect};
+const Collective kStmatrix{"stmatrix_x4", run_stmatrix<false>};
+const Collective kStmatrixTrans{"stmatrix_x4_trans", run_stmatrix<true>};
+const Collective kMeet{"setmaxnreg", run_nothing};
 const Collective kSyncWarp{"sync_warp", run_sync_warp};
 
 }  // namespace
@@ -133,5 +186,26 @@ u32 vote(bool predicate, Site site) {
 }
 
 void sync_warp(Site site) { rendezvous(kSyncWarp, nullptr, site); }
+
+void sync_lanes(Site site) { rendezvous(kMeet, nullptr, site); }
+
+u32 shfl(u32 value, int lane, Site site) {
+  ShflArguments arguments{value, lane};
+  rendezvous(kShflIndex, &arguments, site);
+  return arguments.value;
+}
+
+bool elect(Site site) {
+  u32 elected = 0;
+  rendezvous(kElect, &elected, site);
+  return elected != 0;
+}
+
+void stmatrix(u32 address, const u32 (&r)[4], bool transposed, Site site) {
+  StmatrixArguments arguments{r, address};
+  rendezvous(transposed ? kStmatrixTrans : kStmatrix, &arguments, site);
+}
+
+u32 grid_size() { return machine.grid; }
 
 }  // namespace emulation

@@ -3,7 +3,7 @@
 // Blocks run one after another here, at once on a GPU. So two blocks may touch the same bytes, one of them writing, only
 // by additions, or where the later one has acquired what the earlier one released. In a deterministic kernel additions
 // need an order too.
-#include "state.h"
+#include "state_sm90.h"
 
 #include <memory>
 #include <unordered_map>
@@ -33,10 +33,11 @@ std::string nearest_range(u64 begin, u64 end) {
   return text;
 }
 
-const GlobalRange* check_global(const char* instruction, const void* pointer, u32 bytes, Site site) {
+const GlobalRange* check_global(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site) {
   const u64 begin = reinterpret_cast<u64>(pointer);
   if (begin < 4096) fail(site, "%s through a null pointer (address %llu)", instruction, begin);
-  if (begin % bytes) fail(site, "%s of %u bytes at global address 0x%llx: not aligned to %u", instruction, bytes, begin, bytes);
+  if (begin % alignment)
+    fail(site, "%s of %u bytes at global address 0x%llx: not aligned to %u", instruction, bytes, begin, alignment);
   if (!machine.num_ranges) return nullptr;
   const GlobalRange* range = range_of(begin, begin + bytes);
   if (!range)
@@ -130,8 +131,21 @@ void note_write(const char* instruction, u64 address, u32 bytes, Kind kind, u16 
   }
 }
 
-u8* write(const char* instruction, void* pointer, u32 bytes, Kind kind, Site site) {
-  const GlobalRange* range = check_global(instruction, pointer, bytes, site);
+void acquire(u64 address) {
+  forget_other_blocks();
+  const u32 thread = machine.running->identity.thread;
+  for (const auto& release : releases[address]) acquired.push_back({release.get(), thread, order_clock(thread)});
+}
+
+void release(u64 address) {
+  auto entry = std::make_unique<Release>();
+  entry->block = block_index;
+  entry->known = order_release(machine.running->identity.thread);
+  releases[address].push_back(std::move(entry));
+}
+
+u8* write(const char* instruction, void* pointer, u32 bytes, u32 alignment, Kind kind, Site site) {
+  const GlobalRange* range = check_global(instruction, pointer, bytes, alignment, site);
   if (range && !range->writable) fail(site, "%s writes to %s, which this launch only reads", instruction, range->name);
   const u16 index = count(instruction, site);
   note_write(instruction, reinterpret_cast<u64>(pointer), bytes, kind, index, site);
@@ -149,20 +163,20 @@ void global_begin_launch() {
   acquired.clear();
 }
 
-void global_source(const char* instruction, const void* pointer, u32 bytes, Site site) {
-  check_global(instruction, pointer, bytes, site);
+void global_source(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site) {
+  check_global(instruction, pointer, bytes, alignment, site);
   check_read(instruction, reinterpret_cast<u64>(pointer), bytes, site);
 }
 
-const u8* global_read(const char* instruction, const void* pointer, u32 bytes, Site site) {
-  check_global(instruction, pointer, bytes, site);
+const u8* global_read(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site) {
+  check_global(instruction, pointer, bytes, alignment, site);
   count(instruction, site);
   check_read(instruction, reinterpret_cast<u64>(pointer), bytes, site);
   return static_cast<const u8*>(pointer);
 }
 
-const u8* global_read_only(const char* instruction, const void* pointer, u32 bytes, Site site) {
-  const GlobalRange* range = check_global(instruction, pointer, bytes, site);
+const u8* global_read_only(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site) {
+  const GlobalRange* range = check_global(instruction, pointer, bytes, alignment, site);
   count(instruction, site);
   const u64 address = reinterpret_cast<u64>(pointer);
   for (u64 word = address & ~3ull; word < address + bytes; word += 4)
@@ -172,36 +186,40 @@ const u8* global_read_only(const char* instruction, const void* pointer, u32 byt
   return static_cast<const u8*>(pointer);
 }
 
-u8* global_write(const char* instruction, void* pointer, u32 bytes, Site site) {
-  return write(instruction, pointer, bytes, Kind::kStore, site);
+u8* global_write(const char* instruction, void* pointer, u32 bytes, u32 alignment, Site site) {
+  return write(instruction, pointer, bytes, alignment, Kind::kStore, site);
 }
 
 float* global_add(const char* instruction, float* pointer, u32 bytes, Site site) {
-  return reinterpret_cast<float*>(write(instruction, pointer, bytes, Kind::kAddition, site));
+  return reinterpret_cast<float*>(write(instruction, pointer, bytes, bytes, Kind::kAddition, site));
 }
 
 int global_acquire(const char* instruction, const int* pointer, Site site) {
   poll(instruction, pointer, site);
-  check_global(instruction, pointer, 4, site);
+  check_global(instruction, pointer, 4, 4, site);
   count(instruction, site);
-  forget_other_blocks();
-  const u32 thread = machine.running->identity.thread;
-  for (const auto& release : releases[reinterpret_cast<u64>(pointer)])
-    acquired.push_back({release.get(), thread, order_clock(thread)});
+  acquire(reinterpret_cast<u64>(pointer));
   return *pointer;
 }
 
 void global_release_add(const char* instruction, int* pointer, int value, Site site) {
-  const GlobalRange* range = check_global(instruction, pointer, 4, site);
+  const GlobalRange* range = check_global(instruction, pointer, 4, 4, site);
   if (range && !range->writable) fail(site, "%s writes to %s, which this launch only reads", instruction, range->name);
   count(instruction, site);
-  auto release = std::make_unique<Release>();
-  release->block = block_index;
-  release->known = order_release(machine.running->identity.thread);
-  releases[reinterpret_cast<u64>(pointer)].push_back(std::move(release));
+  release(reinterpret_cast<u64>(pointer));
   ++machine.progress;
   machine.idle_polls = 0;
   *pointer += value;
+}
+
+// Counters that hand out work: whoever adds later knows of whoever added earlier.
+u32 atomic_add(u32* pointer, u32 value, Site site) {
+  acquire(reinterpret_cast<u64>(pointer));
+  auto* word = reinterpret_cast<u32*>(write("atomic_add_global", pointer, 4, 4, Kind::kAddition, site));
+  release(reinterpret_cast<u64>(pointer));
+  const u32 before = *word;
+  *word += value;
+  return before;
 }
 
 }  // namespace emulation

@@ -11,7 +11,7 @@
 namespace emulation {
 namespace {
 
-constexpr u32 kInFlight = ~0u;  // the time of a copy that has not landed: nobody knows of it, not even its own thread
+constexpr u32 kInFlight = ~0u;  // the time of what has not landed yet: nobody knows of it, not even its own thread
 
 struct Write {
   u32 time;
@@ -22,30 +22,34 @@ struct Write {
 
 struct Reads {
   u32 time;   // of the earliest of these lanes' latest reads: never too late, so never a false alarm
-  u32 lanes;
+  u32 lanes;  // 0: by the warp as one (wgmma); whoever knows of a lane since then knows of it
   u16 record;
   u8 bytes;
 };
 
-std::vector<u32> known;       // [thread][thread]
-std::vector<u32> warp_known;  // [warp][thread]: what every lane knows
+u32 columns;                  // threads, and one more: the copy engine (TMA), which writes on nobody's behalf
+std::vector<u32> known;       // [thread][column]
+std::vector<u32> warp_known;  // [warp][column]: what every lane knows
 std::vector<u8> warp_known_is_current;
 std::vector<Write> writes;    // [word]
 std::vector<Reads> reads;     // [warp][word]
 u32 words;
 u32 block_begin;              // times before this belong to earlier blocks
+u32 engine_time;
+// fence.proxy.async: when each thread issued one, and what it knew then.
+std::vector<std::vector<u32>> fences;
+std::vector<std::vector<u32>> known_at_fence;
 
-u32* row(u32 thread) { return &known[static_cast<size_t>(thread) * machine.num_threads]; }
+u32* row(u32 thread) { return &known[static_cast<size_t>(thread) * columns]; }
 u32& clock_of(u32 thread) { return row(thread)[thread]; }
 
 const u32* row_of_warp(u32 warp) {
-  const u32 n = machine.num_threads;
-  u32* least = &warp_known[static_cast<size_t>(warp) * n];
+  u32* least = &warp_known[static_cast<size_t>(warp) * columns];
   if (!warp_known_is_current[warp]) {
-    std::copy_n(row(warp * kLanes), n, least);
+    std::copy_n(row(warp * kLanes), columns, least);
     for (u32 lane = 1; lane < kLanes; ++lane) {
       const u32* other = row(warp * kLanes + lane);
-      for (u32 i = 0; i < n; ++i) least[i] = std::min(least[i], other[i]);
+      for (u32 i = 0; i < columns; ++i) least[i] = std::min(least[i], other[i]);
     }
     warp_known_is_current[warp] = 1;
   }
@@ -61,11 +65,15 @@ std::string place(u16 index) {
 
 [[noreturn]] void report(const char* instruction, Site site, u32 word, bool before_is_write, u32 other, u16 other_record,
                          bool in_flight) {
+  const std::string who = other == machine.num_threads ? "the copy engine" : "thread " + std::to_string(other);
+  if (in_flight && before_is_write)
+    fail(site, "%s at shared offset %u, where the copy of %s (%s) has not arrived: no wait covers it", instruction, word * 4,
+         who.c_str(), place(other_record).c_str());
   if (in_flight)
-    fail(site, "%s at shared offset %u, where the copy of thread %u (%s) has not arrived: no wait covers it", instruction,
-         word * 4, other, place(other_record).c_str());
-  fail(site, "race: %s at shared offset %u is not ordered after the %s by thread %u (%s): no barrier lies between them",
-       instruction, word * 4, before_is_write ? "write" : "read", other, place(other_record).c_str());
+    fail(site, "%s at shared offset %u, which %s of %s may still read: no wait covers it", instruction, word * 4,
+         place(other_record).c_str(), who.c_str());
+  fail(site, "race: %s at shared offset %u is not ordered after the %s by %s (%s): no barrier lies between them", instruction,
+       word * 4, before_is_write ? "write" : "read", who.c_str(), place(other_record).c_str());
 }
 
 void check_after_write(const char* instruction, Site site, u32 word, u8 bytes, const u32* knows) {
@@ -76,6 +84,7 @@ void check_after_write(const char* instruction, Site site, u32 word, u8 bytes, c
 
 // Whether the thread knows of all these reads; if not, which lane's it does not.
 bool knows_of(const Reads& r, const u32* knows_warp, u32& unknown_lane) {
+  if (r.lanes == 0) return *std::max_element(knows_warp, knows_warp + kLanes) >= r.time;
   if (r.lanes == ~0u) {
     u32 least = ~0u;
     for (u32 lane = 0; lane < kLanes; ++lane) least = std::min(least, knows_warp[lane]);
@@ -93,7 +102,7 @@ void check_after_reads(const char* instruction, Site site, u32 word, u8 bytes, c
     Reads& r = reads[static_cast<size_t>(warp) * words + word];
     u32 lane = 0;
     if (r.time < block_begin || !(r.bytes & bytes)) continue;
-    if (!knows_of(r, knows + warp * kLanes, lane)) report(instruction, site, word, false, warp * kLanes + lane, r.record, false);
+    if (!knows_of(r, knows + warp * kLanes, lane)) report(instruction, site, word, false, warp * kLanes + lane, r.record, r.time == kInFlight);
     if (bytes == 15) r.time = 0;  // whoever is ordered after this write is ordered after those reads
   }
 }
@@ -105,6 +114,33 @@ void note_read(Reads& r, u32 time, u32 lanes, u8 bytes, u16 index, const u32* kn
   else r = {std::min(r.time, time), r.lanes | lanes, index, static_cast<u8>(r.bytes | bytes)};
 }
 
+// `writer` is the running thread or the copy engine; what it must be ordered after is what the running thread knows.
+void note_write(const char* instruction, u16 index, u32 address, u32 bytes, u32 writer, u32 time, Site site) {
+  const u32* knows = row(machine.running->identity.thread);
+  const u8 mask = byte_mask(address, bytes);
+  const u32 begin = (address - kSharedBase) / 4;
+  for (u32 word = begin; word < begin + (bytes + 3) / 4; ++word) {
+    check_after_write(instruction, site, word, mask, knows);
+    check_after_reads(instruction, site, word, mask, knows);
+    Write& w = writes[word];
+    const u8 kept = w.thread == writer && w.time == time ? w.bytes : 0;
+    w = {time, static_cast<u16>(writer), index, static_cast<u8>(mask | kept)};
+  }
+}
+
+// The asynchronous proxy (wgmma operands, TMA, bulk copies) sees an ordinary write only through fence.proxy.async: by the
+// writer, and known to whoever issues the access, or by the issuer itself once it knows of the write.
+void check_proxy(const char* instruction, u32 word, u32 issuer, const u32* knows, Site site) {
+  const Write& w = writes[word];
+  if (w.time < block_begin || w.thread == machine.num_threads) return;
+  const auto& issued = fences[w.thread];
+  const auto fence = std::lower_bound(issued.begin(), issued.end(), w.time);
+  if (fence != issued.end() && (w.thread == issuer || knows[w.thread] >= *fence)) return;
+  if (!known_at_fence[issuer].empty() && known_at_fence[issuer][w.thread] >= w.time) return;
+  fail(site, "%s at shared offset %u, written by thread %u (%s): no fence_proxy_async makes that visible to it", instruction,
+       word * 4, w.thread, place(w.record).c_str());
+}
+
 void advance_together(const u32* first, u32 count) {
   u32 latest = 0;
   for (u32 i = 0; i < count; ++i) latest = std::max(latest, clock_of(first[i]));
@@ -114,9 +150,12 @@ void advance_together(const u32* first, u32 count) {
 }  // namespace
 
 void order_begin_launch() {
-  const size_t n = machine.num_threads;
-  known.resize(n * n);
-  warp_known.resize(machine.num_warps * n);
+  columns = machine.num_threads + 1;
+  known.resize(static_cast<size_t>(machine.num_threads) * columns);
+  warp_known.resize(static_cast<size_t>(machine.num_warps) * columns);
+  fences.resize(machine.num_threads);
+  known_at_fence.resize(machine.num_threads);
+  engine_time = 0;
   warp_known_is_current.assign(machine.num_warps, 0);
   words = (machine.shared_bytes + 3) / 4;
   writes.assign(words, Write{0, 0, 0, 0});
@@ -128,8 +167,13 @@ void order_begin_launch() {
 void order_begin_block() {
   for (u32 t = 0; t < machine.num_threads; ++t)
     for (const PendingCopy& copy : machine.threads[t].copies) order_land(t, copy.destination, 16);
-  u32 latest = 0;
+  u32 latest = engine_time;
   for (u32 t = 0; t < machine.num_threads; ++t) latest = std::max(latest, clock_of(t));
+  engine_time = latest;
+  for (u32 t = 0; t < machine.num_threads; ++t) {
+    fences[t].clear();
+    known_at_fence[t].clear();
+  }
   std::fill(known.begin(), known.end(), latest);
   std::fill(warp_known_is_current.begin(), warp_known_is_current.end(), u8(0));
   block_begin = latest + 1;
@@ -160,27 +204,14 @@ void order_read_by_warp(const char* instruction, u16 index, u32 address, u32 byt
   }
 }
 
-static void note_write(const char* instruction, u16 index, u32 address, u32 bytes, u32 time, Site site) {
-  const u32 thread = machine.running->identity.thread;
-  const u32* knows = row(thread);
-  const u8 mask = byte_mask(address, bytes);
-  const u32 begin = (address - kSharedBase) / 4;
-  for (u32 word = begin; word < begin + (bytes + 3) / 4; ++word) {
-    check_after_write(instruction, site, word, mask, knows);
-    check_after_reads(instruction, site, word, mask, knows);
-    Write& w = writes[word];
-    const u8 kept = w.thread == thread && w.time == time ? w.bytes : 0;
-    w = {time, static_cast<u16>(thread), index, static_cast<u8>(mask | kept)};
-  }
-}
-
 void order_write(const char* instruction, u16 index, u32 address, u32 bytes, Site site) {
-  note_write(instruction, index, address, bytes, clock_of(machine.running->identity.thread), site);
+  const u32 thread = machine.running->identity.thread;
+  note_write(instruction, index, address, bytes, thread, clock_of(thread), site);
 }
 
 // A copy occupies its destination from its issue to the wait that covers it.
 void order_issue(const char* instruction, u16 index, u32 address, u32 bytes, Site site) {
-  note_write(instruction, index, address, bytes, kInFlight, site);
+  note_write(instruction, index, address, bytes, machine.running->identity.thread, kInFlight, site);
 }
 
 void order_land(u32 thread, u32 address, u32 bytes) {
@@ -193,21 +224,21 @@ void order_land(u32 thread, u32 address, u32 bytes) {
 
 // All these threads know what any of them knows, and what each did so far.
 void order_join(const u32* threads, u32 count) {
-  const u32 n = machine.num_threads;
   static std::vector<u32> joint;
-  joint.assign(n, 0);
-  if (count == n) {
-    for (u32 t = 0; t < n; ++t) joint[t] = clock_of(t);  // each knows itself best
+  joint.assign(columns, 0);
+  if (count == machine.num_threads) {
+    for (u32 t = 0; t < count; ++t) joint[t] = clock_of(t);  // each knows itself best
+    for (u32 t = 0; t < count; ++t) joint[count] = std::max(joint[count], row(t)[count]);
   } else {
     for (u32 i = 0; i < count; ++i) {
       const u32* other = row(threads[i]);
-      for (u32 u = 0; u < n; ++u) joint[u] = std::max(joint[u], other[u]);
+      for (u32 u = 0; u < columns; ++u) joint[u] = std::max(joint[u], other[u]);
     }
   }
   advance_together(threads, count);
   for (u32 i = 0; i < count; ++i) {
     const u32 clock = clock_of(threads[i]);
-    std::copy_n(joint.data(), n, row(threads[i]));
+    std::copy_n(joint.data(), columns, row(threads[i]));
     clock_of(threads[i]) = clock;
     warp_known_is_current[threads[i] / kLanes] = 0;
   }
@@ -218,9 +249,90 @@ u32 order_clock(u32 thread) { return clock_of(thread); }
 bool order_knows(u32 thread, u32 other, u32 time) { return row(thread)[other] >= time; }
 
 std::vector<u32> order_release(u32 thread) {
-  std::vector<u32> snapshot(row(thread), row(thread) + machine.num_threads);
+  std::vector<u32> snapshot(row(thread), row(thread) + columns);
   ++clock_of(thread);
   return snapshot;
+}
+
+// ---- what mbarriers and named barriers carry from thread to thread ----
+
+void order_release_to(std::vector<u32>& carrier, u32 thread) {
+  carrier.resize(columns);
+  const u32* mine = row(thread);
+  for (u32 i = 0; i < columns; ++i) carrier[i] = std::max(carrier[i], mine[i]);
+  ++clock_of(thread);
+}
+
+void order_acquire_from(const std::vector<u32>& carrier, u32 thread) {
+  if (carrier.empty()) return;
+  u32* mine = row(thread);
+  for (u32 i = 0; i < columns; ++i) mine[i] = std::max(mine[i], carrier[i]);
+  warp_known_is_current[thread / kLanes] = 0;
+}
+
+// ---- the asynchronous proxy ----
+
+void order_fence_proxy(u32 thread) {
+  fences[thread].push_back(clock_of(thread));
+  known_at_fence[thread].assign(row(thread), row(thread) + columns);
+  ++clock_of(thread);
+}
+
+void order_engine_issue(const char* instruction, u16 index, u32 address, u32 bytes, Site site) {
+  const u32 thread = machine.running->identity.thread;
+  const u32 begin = (address - kSharedBase) / 4;
+  for (u32 word = begin; word < begin + bytes / 4; ++word) check_proxy(instruction, word, thread, row(thread), site);
+  note_write(instruction, index, address, bytes, machine.num_threads, kInFlight, site);
+}
+
+u32 order_engine_land(u32 address, u32 bytes) {
+  const u32 begin = (address - kSharedBase) / 4;
+  for (u32 word = begin; word < begin + bytes / 4; ++word) writes[word].time = engine_time + 1;
+  return engine_time + 1;
+}
+
+void order_engine_done(std::vector<u32>& carrier) {
+  carrier.resize(columns);
+  carrier[machine.num_threads] = std::max(carrier[machine.num_threads], ++engine_time);
+}
+
+// `lanes` of the running warp read these bytes from now until order_finish_read.
+void order_begin_read(const char* instruction, u16 index, u32 address, u32 bytes, u32 lanes, Site site) {
+  const Identity& self = machine.running->identity;
+  const u32* knows = lanes == ~0u ? row_of_warp(self.warp) : row(self.thread);
+  const u32 begin = (address - kSharedBase) / 4;
+  for (u32 word = begin; word < begin + bytes / 4; ++word) {
+    check_after_write(instruction, site, word, 15, knows);
+    check_proxy(instruction, word, self.thread, knows, site);
+    reads[static_cast<size_t>(self.warp) * words + word] = {kInFlight, lanes, index, 15};
+  }
+}
+
+void order_finish_read(u32 warp, u32 address, u32 bytes) {
+  const u32 begin = (address - kSharedBase) / 4;
+  for (u32 word = begin; word < begin + bytes / 4; ++word) {
+    Reads& r = reads[static_cast<size_t>(warp) * words + word];
+    if (r.time != kInFlight) continue;
+    const bool by_warp = r.lanes == ~0u;
+    r.time = clock_of(warp * kLanes + static_cast<u32>(__builtin_ctz(r.lanes)));
+    if (by_warp) r.lanes = 0;
+  }
+}
+
+void order_resume_read(u32 warp, u32 address, u32 bytes) {
+  const u32 begin = (address - kSharedBase) / 4;
+  for (u32 word = begin; word < begin + bytes / 4; ++word) {
+    Reads& r = reads[static_cast<size_t>(warp) * words + word];
+    r.time = kInFlight;
+    r.lanes = ~0u;
+  }
+}
+
+// The lanes are at one place in time, though they do not see each other's accesses.
+void order_align_clocks(u32 warp) {
+  u32 threads[kLanes];
+  for (u32 lane = 0; lane < kLanes; ++lane) threads[lane] = warp * kLanes + lane;
+  advance_together(threads, kLanes);
 }
 
 }  // namespace emulation

@@ -1,6 +1,6 @@
 // Who runs next. A fiber goes on until it has to wait; lanes of the same warp come first, then another warp,
 // by turns or shuffled by the seed. When nobody can go on, that is a deadlock and it says who waits where.
-#include "state.h"
+#include "state_sm90.h"
 
 #include <time.h>
 
@@ -25,13 +25,6 @@ u64 now_nanoseconds() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<u64>(t.tv_sec) * 1000000000ull + static_cast<u64>(t.tv_nsec);
-}
-
-u32 random_below(u32 bound) {
-  machine.random ^= machine.random << 13;
-  machine.random ^= machine.random >> 7;
-  machine.random ^= machine.random << 17;
-  return static_cast<u32>((machine.random >> 32) % bound);
 }
 
 const char* base_name(const char* path) {
@@ -129,11 +122,16 @@ void check_clock(Site site) {
 
 void switch_to_next(Thread& self) {
   if (machine.alive == 0) {
+    wgmma_end_block();
+    copies_end_block();
+    while (copies_land_one()) {}
+    barriers_end_block();
     machine.running = nullptr;
     switch_context(self.context, machine.scheduler);
   }
+  if (machine.random && random_below(256) == 0) copies_land_one();
   Thread* next = pick(self);
-  if (!next && wake_pollers()) next = pick(self);
+  while (!next && (copies_land_one() | wake_pollers())) next = pick(self);
   if (!next) fail(self.site, "deadlock: %s", who_waits_where().c_str());
   if (next == &self) return;
   machine.running = next;
@@ -181,6 +179,13 @@ void reset_threads() {
 }
 
 }  // namespace
+
+u32 random_below(u32 bound) {
+  machine.random ^= machine.random << 13;
+  machine.random ^= machine.random >> 7;
+  machine.random ^= machine.random << 17;
+  return static_cast<u32>((machine.random >> 32) % bound);
+}
 
 std::string describe(Site site) { return std::string(base_name(site.file)) + ":" + std::to_string(site.line); }
 
@@ -316,6 +321,9 @@ void run_block(u32 index) {
   machine.acting = nullptr;
   std::fill(machine.shared, machine.shared + machine.shared_bytes, u8(0xff));  // a NaN in every format
   order_begin_block();
+  barriers_begin_block();
+  copies_begin_block();
+  wgmma_begin_block();
   reset_threads();
   Thread& first = machine.threads[machine.random ? random_below(machine.num_warps) * kLanes : 0];
   machine.running = &first;

@@ -2,53 +2,54 @@
 #include "state.h"
 
 namespace emulation {
-namespace {
 
-void check_shared(const char* instruction, u32 address, u32 bytes, Site site) {
-  if (address % bytes)
+void check_shared(const char* instruction, u32 address, u32 bytes, u32 alignment, Site site) {
+  if (address % alignment)
     fail(site, "%s of %u bytes at shared address %u (offset %d): not aligned to %u", instruction, bytes, address,
-         static_cast<int>(address - kSharedBase), bytes);
+         static_cast<int>(address - kSharedBase), alignment);
   if (address < kSharedBase || u64(address) + bytes > u64(kSharedBase) + machine.shared_bytes)
     fail(site, "%s of %u bytes at shared offset %d: outside the launch's %u bytes of shared memory", instruction, bytes,
          static_cast<int>(address - kSharedBase), machine.shared_bytes);
 }
 
-u8* host(u32 address) { return machine.shared + (address - kSharedBase); }
+u8* shared_host(u32 address) { return machine.shared + (address - kSharedBase); }
+
+namespace {
 
 void land(u32 thread, const PendingCopy& copy) {
-  if (copy.source) __builtin_memcpy(host(copy.destination), copy.source, 16);
-  else __builtin_memset(host(copy.destination), 0, 16);
+  if (copy.source) __builtin_memcpy(shared_host(copy.destination), copy.source, 16);
+  else __builtin_memset(shared_host(copy.destination), 0, 16);
   order_land(thread, copy.destination, 16);
 }
 
 }  // namespace
 
-const u8* shared_read(const char* instruction, u32 address, u32 bytes, Site site) {
-  check_shared(instruction, address, bytes, site);
+const u8* shared_read(const char* instruction, u32 address, u32 bytes, u32 alignment, Site site) {
+  check_shared(instruction, address, bytes, alignment, site);
   const u16 index = count(instruction, site);
   order_read(instruction, index, address, bytes, site);
   banks_note(index, address, bytes);
-  return host(address);
+  return shared_host(address);
 }
 
 const u8* shared_read_by_warp(const char* instruction, u16 index, u32 address, u32 bytes, Site site) {
-  check_shared(instruction, address, bytes, site);
+  check_shared(instruction, address, bytes, bytes, site);
   order_read_by_warp(instruction, index, address, bytes, site);
-  return host(address);
+  return shared_host(address);
 }
 
-u8* shared_write(const char* instruction, u32 address, u32 bytes, Site site) {
-  check_shared(instruction, address, bytes, site);
+u8* shared_write(const char* instruction, u32 address, u32 bytes, u32 alignment, Site site) {
+  check_shared(instruction, address, bytes, alignment, site);
   const u16 index = count(instruction, site);
   order_write(instruction, index, address, bytes, site);
   banks_note(index, address, bytes);
-  return host(address);
+  return shared_host(address);
 }
 
 void copy_async(u32 destination, const void* source, bool valid, Site site) {
   const char* instruction = "cp_async_16";
-  check_shared(instruction, destination, 16, site);
-  if (valid) global_source(instruction, source, 16, site);
+  check_shared(instruction, destination, 16, 16, site);
+  if (valid) global_source(instruction, source, 16, 16, site);
   const u16 index = count(instruction, site);
   order_issue(instruction, index, destination, 16, site);
   banks_note(index, destination, 16);

@@ -8,7 +8,7 @@
 
 namespace emulation {
 
-enum class State : u8 { kRunnable, kWarp, kBlock, kPolling, kExited };
+enum class State : u8 { kRunnable, kWarp, kBlock, kBarrier, kPolling, kExited };
 
 struct PendingCopy {
   u32 destination;
@@ -83,6 +83,8 @@ extern Machine machine;
 inline Warp& warp_of(const Thread& thread) { return machine.warps[thread.identity.warp]; }
 
 // ---- scheduler ----
+u32 random_below(u32 bound);
+void sync_lanes(Site site);  // the warp meets, nothing else
 void suspend(State state, const char* waits_for, Site site);
 void wake(Thread& thread);
 void run_block(u32 index);
@@ -111,7 +113,9 @@ inline u16 count(const char* instruction, Site site) {
   return static_cast<u16>(index);
 }
 
-// ---- memory on behalf of a whole warp (ldmatrix); counts nothing ----
+// ---- shared memory (shared_memory.cpp); these count nothing ----
+void check_shared(const char* instruction, u32 address, u32 bytes, u32 alignment, Site site);
+u8* shared_host(u32 address);  // no check
 const u8* shared_read_by_warp(const char* instruction, u16 index, u32 address, u32 bytes, Site site);
 
 // ---- order of accesses to shared memory (order.cpp) ----
@@ -129,7 +133,7 @@ std::vector<u32> order_release(u32 thread);         // what it knows; its later 
 
 // ---- global memory (global_memory.cpp) ----
 void global_begin_launch();
-void global_source(const char* instruction, const void* pointer, u32 bytes, Site site);
+void global_source(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site);
 
 // ---- bank conflicts (banks.cpp) ----
 void banks_begin_launch();

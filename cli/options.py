@@ -1,0 +1,84 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import json
+from functools import reduce
+
+import click
+
+DTYPES = {
+    "float16": "float16", "fp16": "float16", "half": "float16",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float32": "float32", "fp32": "float32",
+    "float64": "float64", "fp64": "float64",
+}  # fmt: skip
+
+
+class _Dtype(click.ParamType):
+    name = "dtype"
+
+    def convert(self, value, parameter, context):
+        if value not in DTYPES:
+            self.fail(f"{value!r} is not one of {', '.join(DTYPES)}", parameter, context)
+        return DTYPES[value]
+
+
+def dtype(help: str):
+    return click.option("--dtype", type=_Dtype(), metavar="DTYPE", help=f"{help} [{', '.join(DTYPES)}]")
+
+
+class _Device(click.ParamType):
+    name = "device"
+
+    def convert(self, value, parameter, context):
+        kind, colon, index = value.partition(":")
+        if kind not in ("cuda", "cpu") or (colon and not index.isdigit()):
+            self.fail(f"{value!r} is not a device; cpu, cuda or cuda:N is needed", parameter, context)
+        return value
+
+
+device = click.option(
+    "--device", type=_Device(), metavar="DEVICE", help="cpu, cuda or cuda:N; default: the GPU if there is one."
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout instead of tables.")
+strict = click.option("--strict", is_flag=True, help="Exit with 3 if anything declined to run on a kernel.")
+
+
+def json_schema(*reports: str):
+    """`--json-schema`: print the schema of what `--json` prints, and leave. Reports are "module.Class"."""
+
+    def show(context, parameter, value):
+        if not value or context.resilient_parsing:
+            return
+        from importlib import import_module
+
+        from . import schema
+
+        kinds = []
+        for report in reports:
+            module, _, name = report.rpartition(".")
+            kinds.append(schema.json_schema(getattr(import_module(f"flashpatch.{module}"), name)))
+        click.echo(json.dumps(kinds[0] if len(kinds) == 1 else {"oneOf": kinds}, indent=2))
+        context.exit(0)
+
+    help = "Print the JSON Schema of what --json prints."
+    return click.option("--json-schema", is_flag=True, is_eager=True, expose_value=False, callback=show, help=help)
+
+
+def model_options(function):
+    """What it takes to load a model; `flashpatch.models.load` has the same words."""
+    return reduce(
+        lambda wrapped, option: option(wrapped),
+        (
+            click.option("--gguf-file", metavar="NAME", help="Load the weights from this GGUF file of MODEL."),
+            click.option("--trust-remote-code", is_flag=True, help="Run Python code that MODEL brings along."),
+            click.option("--allow-pickle", is_flag=True, help="Accept weights in pickles, which can run any code."),
+            click.option("--random-weights", is_flag=True, help="Build MODEL from its config alone, weights random."),
+            click.option(
+                "--seqlen", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens per row."
+            ),
+            click.option("--batch", type=click.IntRange(min=1), default=2, show_default=True, help="Rows."),
+        ),
+        function,
+    )

@@ -1,0 +1,93 @@
+"""What every command prints with: tables, JSON, progress, and errors for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from contextlib import contextmanager
+
+import click
+
+HOLDS, MISMATCH, USAGE, DECLINED, MISSING = 0, 1, 2, 3, 4
+
+
+class Fault(click.ClickException):
+    """An error for people: what is wrong and what to type, without a traceback, with its exit code."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def show(self, file=None):
+        click.echo(f"flashpatch: {self.format_message()}", file=file or sys.stderr)
+
+
+def table(columns: list[str], rows: list[list], title: str = "") -> None:
+    """A table: drawn on a terminal, otherwise aligned columns that `grep` and `cut` can read, never wrapped."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(*columns, title=title or None, title_justify="left")
+        for row in cells:
+            drawn.add_row(*(Text(cell) for cell in row))
+        Console(file=sys.stdout).print(drawn)
+        return
+    if title:
+        click.echo(title)
+    widths = [max(len(row[i]) for row in [columns, *cells]) for i in range(len(columns))]
+    for row in [columns, *cells]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def emit_json(report, exit_code: int) -> None:
+    """The report as one JSON document on stdout, its own exit code among the keys."""
+    click.echo(json.dumps({**document(report), "exit_code": exit_code}, indent=2, allow_nan=False))
+
+
+def document(value):
+    """A dataclass as what JSON holds: numbers that JSON has no word for become null."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: document(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): document(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [document(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@contextmanager
+def progress(label: str, silent: bool = False):
+    """A callable `advance(done, total, text)` that draws one line on stderr; nothing unless that is a terminal."""
+    if silent or not sys.stderr.isatty():
+        yield lambda done, total, text="": None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+
+        def advance(done, total, text=""):
+            bar.update(task, completed=done, total=total, description=f"{label} {text}".strip())
+
+        yield advance
+
+
+def number(value: float | None) -> str:
+    """A measured number in a column."""
+    if value is None:
+        return "-"
+    return f"{value:.2e}" if math.isfinite(value) else str(value)
+
+
+def seconds(value: float) -> str:
+    """A duration in a column."""
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"

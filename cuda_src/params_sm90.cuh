@@ -1,0 +1,14 @@
+// The one by-value argument of the Hopper kernels: Params, and what TMA needs beside it.
+// flashpatch/launcher.py packs it; a map a kernel does not use stays zero.
+#pragma once
+#include "params.cuh"
+
+// What cuTensorMapEncodeTiled writes: (head_dim, rows, heads, batch) in the tensor's own strides, box (64, tile rows, 1, 1),
+// 128-byte swizzle, zeros outside. varlen: rows are all rows of the packed tensor, batch is 1.
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+struct alignas(64) ParamsSm90 {
+  TensorMap q, k, v, out, dout;
+  Params common;
+  u32* tile_counters;  // two zeroed words: next tile, CTAs that are done; zero again when the kernel ends
+};

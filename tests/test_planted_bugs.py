@@ -1,0 +1,426 @@
+"""Would the emulated tests notice? Every entry plants one bug in the kernels' sources and must be killed:
+by a checker of the emulator, by numbers that leave the tolerance, or by bank conflicts where there are none.
+
+A replacement must match its source exactly once, so that an entry cannot go stale silently.
+"""
+
+import math
+import mmap
+from dataclasses import dataclass, field
+
+import numpy
+import pytest
+import torch
+
+from flashpatch import emulator, launcher, reference, tolerance
+from flashpatch.call import Call
+from flashpatch.problem import Config, Device, Plan, Problem
+
+pytestmark = pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
+
+DEVICE = Device("emulated", "ampere", (8, 0), 166912, backend="emulated")
+
+
+# ---- problems ----
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small problem and the Config that runs it. Odd lengths, so that every edge is inside some tile."""
+
+    kernel: str = "forward_sm80"
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 40
+    head_dim_v: int = 40
+    batch: int = 2
+    seqlen_q: int = 45
+    seqlen_k: int = 77
+    heads: int = 4
+    heads_kv: int = 2
+    window: tuple[int, int] = (-1, -1)
+    num_stages: int = 2
+    num_warps: int = 2
+    deterministic: bool = False
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    growing: bool = False  # each key block the kernel comes to scores far higher than the one before
+    huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
+    features: frozenset[str] = field(default_factory=frozenset)  # of key_ranges, mask, bias, alibi, sinks, nan, varlen
+
+    @property
+    def config(self) -> Config:
+        flags = {f"has_{name}": name in self.features for name in ("key_ranges", "mask", "bias", "alibi", "sinks")}
+        return Config(
+            self.kernel,
+            str(self.dtype).removeprefix("torch."),
+            32 if self.head_dim <= 32 else 64,
+            32 if self.head_dim_v <= 32 else 64,
+            32,
+            32,
+            self.num_warps,
+            self.num_stages,
+            has_window=self.window != (-1, -1),
+            has_softcap=self.softcap > 0,
+            has_dropout=self.dropout_p > 0,
+            deterministic=self.deterministic,
+            **flags,
+        )
+
+
+def forward(**options):
+    return Case(features=frozenset(options.pop("features", ())), **options)
+
+
+def backward(**options):
+    return Case(kernel="backward_sm80", features=frozenset(options.pop("features", ())), **options)
+
+
+PLAIN = forward()
+CAUSAL = forward(window=(-1, 0))
+WINDOW = forward(window=(9, 5), dtype=torch.float16)
+ONE_STAGE = forward(num_stages=1, window=(-1, 0))
+ALMOST_FULL = forward(seqlen_k=95)
+GROWING = forward(growing=True, dtype=torch.float16, seqlen_k=160)
+WIDE_V = forward(head_dim=32, head_dim_v=64)
+HUGE = forward(huge_rows=True, batch=1, heads=1, heads_kv=1, seqlen_q=70)
+SCORES = forward(softcap=4.0, features=("bias", "alibi", "sinks"))
+RANGES = forward(features=("key_ranges", "sinks", "nan"))
+MASK = forward(features=("mask", "nan"))
+DROPOUT = forward(dropout_p=0.3)
+VARLEN = forward(features=("varlen",), window=(-1, 0))
+BACKWARD = backward()
+BACKWARD_CAUSAL = backward(window=(-1, 0), num_stages=1)
+BACKWARD_WINDOW = backward(window=(9, 5), dtype=torch.float16)
+BACKWARD_SPLIT = backward(num_warps=4, head_dim=64, head_dim_v=64)
+BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
+BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
+BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
+BACKWARD_DROPOUT = backward(dropout_p=0.3)
+BACKWARD_VARLEN = backward(features=("varlen",))
+CASES = {name: value for name, value in list(globals().items()) if isinstance(value, Case)}
+
+
+def far_apart(rows, width, dtype):
+    """[rows, width] with 2^26 elements from row to row, in memory that is only reserved."""
+    stride = 1 << 26
+    size = ((rows - 1) * stride + width) * 2
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, width), (stride, 1))
+
+
+@dataclass
+class Inputs:
+    """Tensors of a Case: what the kernels take (q, k, v, call) and what the reference takes beyond that."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlogsumexp: torch.Tensor
+    call: Call
+    keywords: dict
+
+
+def inputs_of(case: Case) -> Inputs:
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    varlen = "varlen" in case.features
+    shape_q, shape_k = (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
+    if varlen:
+        shape_q, shape_k = (case.seqlen_q + 20,), (case.seqlen_k + 30,)
+    q = normal(*shape_q, case.heads, case.head_dim) * 2
+    k, v = normal(*shape_k, case.heads_kv, case.head_dim), normal(*shape_k, case.heads_kv, case.head_dim_v)
+    dout = normal(*shape_q, case.heads, case.head_dim_v)
+    if case.growing:
+        k = k + (q.mean() + torch.arange(case.seqlen_k, 0, -1)[:, None, None] / 20).to(case.dtype)
+        q = q.abs()
+    if case.huge_rows:
+        far = far_apart(case.seqlen_q, case.head_dim, case.dtype)
+        far.copy_(q[0, :, 0])
+        q = far[None, :, None]
+    full = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+    keywords = {}
+    if "key_ranges" in case.features:
+        ends = torch.randint(
+            0, case.seqlen_k + 1, (case.batch, case.seqlen_q, 2), generator=generator, dtype=torch.int32
+        )
+        keywords["key_ranges"] = ends.sort(-1).values
+        keywords["key_ranges"][:, ::7] = 0
+    if "mask" in case.features:
+        mask = torch.rand((case.batch, 1, case.seqlen_q, case.seqlen_k), generator=generator) < 0.4
+        mask[:, :, :, 33:64] = False
+        keywords["mask"] = mask.expand(full)
+    if "bias" in case.features:
+        keywords["bias"] = normal(1, case.heads, case.seqlen_q, case.seqlen_k).expand(full)
+    if "alibi" in case.features:
+        keywords["alibi_slopes"] = (torch.rand(case.heads, generator=generator) / 4).expand(case.batch, case.heads)
+    if "sinks" in case.features:
+        keywords["sinks"] = torch.randn(case.heads, generator=generator)
+    if varlen:
+        keywords["cu_seqlens_q"] = torch.tensor([0, 20, 20 + case.seqlen_q], dtype=torch.int32)
+        keywords["cu_seqlens_k"] = torch.tensor([0, 30, 30 + case.seqlen_k], dtype=torch.int32)
+        keywords["seqused_k"] = torch.tensor([23, case.seqlen_k], dtype=torch.int32)
+    if "nan" in case.features:  # nobody sees key 40
+        if "mask" in keywords:
+            keywords["mask"] = keywords["mask"] & (torch.arange(case.seqlen_k) != 40)
+        if "key_ranges" in keywords:
+            keywords["key_ranges"][..., 1] = keywords["key_ranges"][..., 1].clamp(max=40)
+        k[:, 40, :, 0], v[:, 40, :, 0] = math.nan, math.nan
+    rng_state = torch.tensor([1234567, 89], dtype=torch.int64) if case.dropout_p else None
+    call = Call(
+        case.head_dim**-0.5,
+        case.seqlen_q,
+        case.seqlen_k,
+        *case.window,
+        softcap=case.softcap,
+        dropout_p=case.dropout_p,
+        deterministic=case.deterministic,
+        rng_state=rng_state,
+        **keywords,
+    )
+    keywords = dict(keywords, window_size=case.window, softcap=case.softcap, dropout_p=case.dropout_p)
+    if rng_state is not None:
+        keywords["keep"] = kept(case, rng_state)
+    statistics = (case.heads, q.shape[0]) if varlen else (case.batch, case.heads, case.seqlen_q)
+    return Inputs(q, k, v, dout, torch.randn(statistics, generator=generator), call, keywords)
+
+
+def kept(case: Case, rng_state) -> torch.Tensor:
+    """The dropout mask, by a Philox4x32-10 of our own: one call for keys j & ~1 | {0, 1} of rows i & ~8 | {0, 8}."""
+    i = numpy.arange(case.seqlen_q, dtype=numpy.uint64)[:, None]
+    j = numpy.arange(case.seqlen_k, dtype=numpy.uint64)[None, :]
+    seed, offset = (int(x) for x in rng_state)
+    low = numpy.uint64(0xFFFFFFFF)
+    rows = []
+    for row in range(case.batch * case.heads):
+        shape = numpy.broadcast_shapes(i.shape, j.shape)
+        counter = [j >> numpy.uint64(1), i // 16 * 8 + i % 8, row, offset]
+        counter = [numpy.broadcast_to(numpy.asarray(c, numpy.uint64), shape) for c in counter]
+        keys = [seed & 0xFFFFFFFF, seed >> 32]
+        for _ in range(10):
+            x, z = counter[0] * numpy.uint64(0xD2511F53), counter[2] * numpy.uint64(0xCD9E8D57)
+            high_x, high_z = x >> numpy.uint64(32), z >> numpy.uint64(32)
+            first, third = high_z ^ counter[1] ^ numpy.uint64(keys[0]), high_x ^ counter[3] ^ numpy.uint64(keys[1])
+            counter = [first, z & low, third, x & low]
+            keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+        word = numpy.choose((i // 8 % 2 * 2 + j % 2).astype(int), counter)
+        rows.append(torch.from_numpy((word >= int(case.dropout_p * 2**32)).copy()))
+    return torch.stack(rows).view(case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+
+
+# ---- a run, and what is wrong with it ----
+
+
+def run(case: Case, patch, monkeypatch):
+    """What kills the kernels' result on this Case; None if it is right."""
+    kernels = []
+
+    def load(config):
+        kernels.append(real_load(config, patch=patch))
+        return kernels[-1]
+
+    real_load = emulator.load
+    monkeypatch.setattr(launcher.emulator, "load", load)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # fills what nobody wrote with NaN
+    try:
+        faults = (forward_faults if case.kernel == "forward_sm80" else backward_faults)(case)
+    except emulator.EmulationError as error:
+        return str(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        monkeypatch.setattr(launcher.emulator, "load", real_load)
+    conflicts = {
+        place: n for kernel in kernels for place, n in kernel.last.bank_conflicts.items() if "ldmatrix" in place[0]
+    }
+    return faults or (f"bank conflicts {conflicts}" if conflicts else None)
+
+
+def plan_of(case: Case) -> Plan:
+    direction = "forward" if case.kernel == "forward_sm80" else "backward"
+    problem = Problem(direction, case.config.dtype, case.head_dim, case.head_dim_v)
+    return Plan(problem, DEVICE, case.config, "compiled")
+
+
+def compare(name, actual, eager, exact, factor=2.0):
+    result = tolerance.compare(actual, eager, exact, factor=factor)
+    return "" if result.ok else result.message(name) + ". "
+
+
+def without_nan(inputs: Inputs):
+    """k and v for eager attention, which lets masked NaN through."""
+    return inputs.k.nan_to_num(0.0), inputs.v.nan_to_num(0.0)
+
+
+def forward_faults(case: Case):
+    inputs = inputs_of(case)
+    k, v = without_nan(inputs)
+    exact, exact_logsumexp = reference.attention(inputs.q, k, v, **inputs.keywords)
+    eager, _ = reference.attention(inputs.q, k, v, **inputs.keywords, upcast=False)
+    out, logsumexp, *_ = launcher.forward(plan_of(case), inputs.q, inputs.k, inputs.v, inputs.call)
+    faults = compare("out", out, eager, exact)
+    error = torch.where(logsumexp == exact_logsumexp, 0.0, (logsumexp - exact_logsumexp).abs()).max()
+    if not error <= 1e-3:
+        faults += f"logsumexp: error {error:.3e}"
+    return faults
+
+
+def backward_faults(case: Case):
+    inputs = inputs_of(case)
+    k, v = without_nan(inputs)
+    leaves = {name: value.detach().clone() for name, value in (("q", inputs.q), ("k", k), ("v", v))}
+    if inputs.call.bias is not None:
+        leaves["bias"] = inputs.keywords["bias"][:1].clone()
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+
+    def gradients(upcast):
+        keywords = dict(inputs.keywords)
+        if "bias" in leaves:
+            keywords["bias"] = leaves["bias"].expand(inputs.call.bias.shape)
+        q, k, v = leaves["q"], leaves["k"], leaves["v"]
+        out, logsumexp = reference.attention(q, k, v, **keywords, upcast=upcast)
+        weight = torch.where(logsumexp.isfinite(), inputs.dlogsumexp.to(logsumexp.dtype), 0.0)
+        loss = (out * inputs.dout.to(out.dtype)).sum().double()
+        loss = loss + torch.where(logsumexp.isfinite(), logsumexp * weight, 0.0).sum().double()
+        return out.detach(), logsumexp.detach(), torch.autograd.grad(loss, list(leaves.values()))
+
+    out, logsumexp, exact = gradients(upcast=True)
+    _, _, eager = gradients(upcast=False)
+    actual = launcher.backward(
+        plan_of(case),
+        inputs.dout,
+        torch.where(logsumexp.isfinite(), inputs.dlogsumexp, 0.0).float(),
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        out.to(case.dtype),
+        logsumexp.float(),
+        inputs.call,
+    )
+    names = ("dq", "dk", "dv", "dbias")
+    return "".join(
+        compare(name, a.to(case.dtype), b, c.double(), 3.0)
+        for name, a, b, c in zip(names, actual, eager, exact, strict=False)
+    )
+
+
+# ---- the bugs ----
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`old` in `source`, found exactly once, becomes `new`; `case` must notice."""
+
+    source: str
+    kind: str
+    old: str
+    new: str
+    case: str
+
+    def patch(self, name, text):
+        if name != self.source:
+            return text
+        assert text.count(self.old) == 1, f"{self.source}: {text.count(self.old)} matches for {self.old!r}"
+        return text.replace(self.old, self.new)
+
+
+BUGS = [
+    # forward
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // K", "sync_block();  // K", "PLAIN"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
+    Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // K (", "// K (", "PLAIN"),
+    Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has", "// V has", "ONE_STAGE"),
+    Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // out overwrites", "// out overwrites", "WIDE_V"),
+    Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // all of out", "// all of out", "PLAIN"),
+    Bug("forward_sm80.cu", "swapped stage", "load_k(n_next, stage ^ 1)", "load_k(n_next, stage)", "PLAIN"),
+    Bug("forward_sm80.cu", "swapped stage", "down_first(v_smem(stage), 0, 0)", "down_first(v_smem(stage ^ 1), 0, 0)", "PLAIN"),
+    Bug("forward_sm80.cu", "head mapping", "head / (p.num_heads_q / p.num_heads_kv)", "head % p.num_heads_kv", "PLAIN"),
+    Bug(
+        "forward_sm80.cu",
+        "32-bit offset",
+        "(i64)m_block * kBlockM * p.q_stride_row",
+        "(i64)(int)((u32)(m_block * kBlockM) * (u32)p.q_stride_row)",
+        "HUGE",
+    ),
+    Bug("forward_sm80.cu", "past the end", "j_lane == 0 && i < sequence.q_length", "j_lane == 0", "PLAIN"),
+    Bug("forward_sm80.cu", "stale block", "n_first = keys.any.begin / kBlockN", "n_first = keys.any.begin / kBlockN + 1", "WINDOW"),
+    Bug("forward_sm80.cu", "dropped feature", "if constexpr (kHasDropout) drop(", "if constexpr (false) drop(", "DROPOUT"),
+    # softmax
+    Bug("softmax.cuh", "missing rescale", "row_sum[m][half] *= factor;", "", "GROWING"),
+    Bug("softmax.cuh", "missing rescale", "out_frag[m][n][half * 2] *= factor,", "", "GROWING"),
+    Bug("softmax.cuh", "missing guard", "return row_max == negative_infinity() ? 0.f : row_max;", "return row_max;", "RANGES"),
+    Bug("softmax.cuh", "unbounded lag", "kLag = 8.f", "kLag = 800.f", "GROWING"),
+    Bug("softmax.cuh", "logsumexp base", "= total_log2 * kLn2", "= total_log2", "PLAIN"),
+    Bug("softmax.cuh", "partial sum", "sum += shfl_xor(sum, 2);", "", "PLAIN"),
+    Bug("softmax.cuh", "wrong lanes", "shfl_xor(largest, 2)", "shfl_xor(largest, 4)", "PLAIN"),
+    Bug("softmax.cuh", "sink", "+ exp2_approx(sink_log2 - top)", "", "SCORES"),
+    # masks
+    Bug("mask.cuh", "off by one, left", "i + s.diagonal - s.window_left)", "i + s.diagonal - s.window_left + 1)", "WINDOW"),
+    Bug("mask.cuh", "off by one, right", "i + s.diagonal + s.window_right + 1", "i + s.diagonal + s.window_right", "CAUSAL"),
+    Bug("mask.cuh", "off by one, end", "Span keys = {0, s.k_length};", "Span keys = {0, s.k_length + 1};", "ALMOST_FULL"),
+    Bug("mask.cuh", "off by one, unmasked", "(n_block + 1) * kBlockN > all.end", "(n_block + 1) * kBlockN > all.end + 1", "ALMOST_FULL"),
+    Bug("mask.cuh", "off by one, range", "ld_global(range + 1)", "ld_global(range + 1) - 1", "RANGES"),
+    Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
+    Bug("mask.cuh", "off by one, queries", "j - s.diagonal + s.window_left + 1)", "j - s.diagonal + s.window_left)", "BACKWARD_WINDOW"),
+    Bug("mask.cuh", "skipped block", "first - s.diagonal - s.window_right) / kBlockM", "first - s.diagonal - s.window_right) / kBlockM + 1", "BACKWARD_CAUSAL"),
+    Bug("mask.cuh", "swapped strides", "i * p.mask_stride_row + j * p.mask_stride_column", "j * p.mask_stride_row + i * p.mask_stride_column", "MASK"),
+    Bug("mask.cuh", "NaN let through", "(~pair & kExponent) == 0 || ", "", "MASK"),
+    Bug("mask.cuh", "dropped barrier", "sync_block();  // everybody has looked", "// everybody has looked", "MASK"),
+    Bug("mask.cuh", "dropped barrier", "sync_block();  // zeroed", "// zeroed", "MASK"),
+    Bug("mask.cuh", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "RANGES"),
+    # scores
+    Bug("scores.cuh", "sign", "x -= scores.slope_log2", "x += scores.slope_log2", "SCORES"),
+    Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "SCORES"),
+    Bug("scores.cuh", "swapped strides", "i * p.bias_stride_row + j * p.bias_stride_column", "j * p.bias_stride_row + i * p.bias_stride_column", "SCORES"),
+    Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
+    Bug("scores.cuh", "dropout counter", "{(u32)j >> 1,", "{(u32)j >> 2,", "DROPOUT"),
+    # sequences
+    Bug("seqlen.cuh", "alignment of the diagonal", "s.diagonal = s.k_length - s.q_length;", "s.diagonal = 0;", "CAUSAL"),
+    Bug("seqlen.cuh", "keys in use", "smaller(s.k_length, larger(ld_global(p.seqused_k + batch), 0))", "s.k_length", "VARLEN"),
+    Bug("seqlen.cuh", "start of a sequence", "s.k_start = begin;", "s.k_start = 0;", "VARLEN"),
+    # tiles
+    Bug("tile.cuh", "swizzle on one side", "(lane_address ^ ((chunk & T::kSwizzle) << 4))", "(lane_address + ((chunk & T::kSwizzle) << 4))", "PLAIN"),
+    Bug("tile.cuh", "no swizzle at all", "(chunk ^ ((row / kRowsPerStep) & kSwizzle))", "chunk", "PLAIN"),
+    Bug("tile.cuh", "alignment", "(n & 1)) + t * 4, packed", "(n & 1)) + t * 2, packed", "PLAIN"),
+    Bug("tile.cuh", "transposition", "ldmatrix_x4_trans(b_frag", "ldmatrix_x4(b_frag", "PLAIN"),
+    Bug("tile.cuh", "matrix order", "chunk + (lane_index() >> 4))", "chunk + ((lane_index() >> 3) & 1))", "PLAIN"),
+    Bug("tile.cuh", "past the end", "(u32)(row - row_begin) < rows && ", "", "PLAIN"),
+    Bug("tile.cuh", "unwritten tail", "if (row < row_end && chunk", "if (row < row_end - 1 && chunk", "PLAIN"),
+    Bug("tile.cuh", "written past the end", "if (row < row_end && chunk", "if (chunk", "PLAIN"),
+    Bug("tile.cuh", "overwritten sum", "red_add_global(fragment + fragment_index(0), F32x4{", "st_global((F32x4*)(fragment + fragment_index(0)), F32x4{", "BACKWARD"),
+    # backward
+    Bug("backward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // Q", "sync_block();  // Q", "BACKWARD"),
+    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // Q, dO and", "// Q, dO and", "BACKWARD"),
+    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dS^T is complete", "// dS^T is complete", "BACKWARD"),
+    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // P^T and", "// P^T and", "BACKWARD_SPLIT"),
+    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
+    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
+    Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
+    Bug("backward_sm80.cu", "missing scale", "dk_frag[m][n][e] *= p.softmax_scale;", "{}", "BACKWARD"),
+    Bug("backward_sm80.cu", "missing delta", "dp = s * (dp - (e & 1 ? delta.y : delta.x));", "dp = s * dp;", "BACKWARD"),
+    Bug("backward_sm80.cu", "logsumexp base", "row_logsumexp = logsumexp * kLog2e", "row_logsumexp = logsumexp", "BACKWARD"),
+    Bug("backward_sm80.cu", "head mapping", "head = position.head * group + block.head", "head = position.head + block.head * p.num_heads_kv", "BACKWARD"),
+    Bug("backward_sm80.cu", "missing derivative", "dp *= derivative;", "", "BACKWARD_SCORES"),
+    Bug("backward_sm80.cu", "dropout of dp", "dp = keep ? dp * dropout.keep : 0.f;", "", "BACKWARD_DROPOUT"),
+    Bug("backward_sm80.cu", "masked NaN", "dp = visible ? dp : 0.f;", "", "BACKWARD_MASK"),
+    Bug("backward_sm80.cu", "swapped stage", "load_queries(next, stage ^ 1)", "load_queries(next, stage)", "BACKWARD"),
+    Bug("backward_delta.cu", "missing dlogsumexp", "if (p.dlogsumexp) sum -=", "if (false) sum -=", "BACKWARD"),
+    Bug("backward_delta.cu", "not zeroed", "i < kBlockM * kHeadDim; i +=", "i < kBlockM * kHeadDim / 2; i +=", "BACKWARD"),
+    Bug("backward_delta.cu", "partial sum", "int lanes = kLanes / 2", "int lanes = kLanes / 4", "BACKWARD"),
+    Bug("backward_dq.cu", "missing scale", "c[2] * p.softmax_scale, c[3]", "c[2], c[3]", "BACKWARD"),
+    Bug("backward_dq.cu", "dropped barrier", "sync_block();  // the whole tile", "// the whole tile", "BACKWARD"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_as_they_are_survive(name, monkeypatch):
+    assert run(CASES[name], None, monkeypatch) is None
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.source.split('.')[0]}-{bug.kind}-{bug.case}")
+def test_planted_bug_is_noticed(bug, monkeypatch):
+    assert run(CASES[bug.case], bug.patch, monkeypatch) is not None, f"nobody noticed: {bug}"
