@@ -256,7 +256,7 @@ DEVICE void store_scores(ScoreTile tile, int warp_row, const u32 (&ds_frag)[kBlo
 template <int kCount> DEVICE void store_gradient(float (&acc)[kCount], float scale, Rows<u16> rows, int first_key, int warp_row, const Sequence& s, int head_dim) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= scale;
-  store_accumulators(rows.first, rows.stride, first_key + warp_row + (lane_index() >> 2), s.k_rows, head_dim, acc);
+  store_accumulators(rows, first_key + warp_row + (lane_index() >> 2), s.k_rows, head_dim, acc);
 }
 
 // ---- deterministic dq: key blocks add to a query block in falling order ----
