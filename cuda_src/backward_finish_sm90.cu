@@ -25,6 +25,6 @@ KERNEL(kThreads, 1) attention_backward_finish_sm90(GRID_CONSTANT Params p) {
       acc[4 * i + 2] = sum.z * p.softmax_scale, acc[4 * i + 3] = sum.w * p.softmax_scale;
     }
     const int row = first + tile * 64 + warp_index() * 16 + (lane_index() >> 2);
-    store_accumulators(dq.first, dq.stride, row, sequence.q_length, p.head_dim, acc);
+    store_accumulators(dq, row, sequence.q_length, p.head_dim, acc);
   }
 }

@@ -30,7 +30,7 @@ KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
   const u32 record = record_of(p, first_query_block(p, sequence) + position.block, position.head);
 
   // All loads first: the kernel is as fast as memory only with many of them under way.
-  const Rows<const u16> out = rows_of((const u16*)p.out, position.batch, sequence.q_start, position.head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
+  const Rows<u16> out = out_of(p, sequence, position.head);
   const Rows<const u16> dout = dout_of(p, sequence, position.head);
   const int chunk = thread_index() % kLanes, row = thread_index() / kLanes;
   U32x4 out_frag[kPasses], dout_frag[kPasses];

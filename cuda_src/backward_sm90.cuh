@@ -50,13 +50,16 @@ struct SharedMemory {
 // ---- which keys, which queries ----
 
 // Key blocks in an order in which the CTAs that run at the same time share q, dout and dq in L2. Windows: the first key block first,
-// which causally is the longest. Deterministic: the last one first: causally it is the first to reach its diagonal, so nobody waits.
+// which causally is the longest. Deterministic: the last one first, which causally is the first to reach its diagonal, so nobody
+// waits; without a window the key blocks of a head run a few steps behind each other, so few of a head should run at a time.
 DEVICE Position key_block_of(const Params& p, u32 index) {
   if constexpr (!kHasWindow && !kDeterministic) return position_of(index, p.n_blocks, p.num_heads_kv);
-  constexpr i64 kL2Bytes = 32 << 20;  // of Hopper's 50 MB
+  constexpr i64 kL2Bytes = 32 << 20;            // of Hopper's 50 MB
+  constexpr u32 kHeadsInLockstep = 33;          // a quarter of 132 SMs: four CTAs still share what one of them loads
   const i64 head_bytes = (i64)larger(p.seqlen_q, 1) * (kHeadDim * (2 + 2 + 4)) * (p.num_heads_q / p.num_heads_kv);
   const u32 rows = (u32)p.batch * p.num_heads_kv;
-  const u32 fitting = larger((int)(kL2Bytes / head_bytes), 1), section_rows = fitting < rows ? fitting : rows;
+  const u32 fitting = kHasWindow ? larger((int)(kL2Bytes / head_bytes), 1) : kHeadsInLockstep;
+  const u32 section_rows = fitting < rows ? fitting : rows;
   const u32 section = index / (section_rows * p.n_blocks), within = index % (section_rows * p.n_blocks);
   const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;
   const u32 row = section * section_rows + within % here;
@@ -256,7 +259,7 @@ DEVICE void store_scores(ScoreTile tile, int warp_row, const u32 (&ds_frag)[kBlo
 template <int kCount> DEVICE void store_gradient(float (&acc)[kCount], float scale, Rows<u16> rows, int first_key, int warp_row, const Sequence& s, int head_dim) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= scale;
-  store_accumulators(rows.first, rows.stride, first_key + warp_row + (lane_index() >> 2), s.k_rows, head_dim, acc);
+  store_accumulators(rows, first_key + warp_row + (lane_index() >> 2), s.k_rows, head_dim, acc);
 }
 
 // ---- deterministic dq: key blocks add to a query block in falling order ----

@@ -14,14 +14,11 @@ DEVICE bool elect() {
   return elected;
 }
 DEVICE u32 grid_size() { return gridDim.x; }
-// The value another lane of the warp has.
-DEVICE float shfl(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 // Moves registers between warpgroups; every warp of the warpgroup executes it.
 template <int kRegisters> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 template <int kRegisters> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 
 DEVICE u32 atomic_add_global(u32* pointer, u32 value) { return atomicAdd(pointer, value); }
-DEVICE float minimum(float a, float b) { return fminf(a, b); }
 
 // ---- named barriers of `threads` threads; 0 is sync_block's ----
 DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
