@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from . import options, rendering
+from . import models, options, rendering
 from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 
 
@@ -29,14 +29,10 @@ def command(model, gpu, markdown, strict, dtype, device, as_json, **load):
     if markdown:
         _write_markdown(auditing, markdown)
         return
-    if model:
-        from .models import translated
+    models.quiet()
     try:
-        if model:
-            with translated():
-                report = auditing.audit(model, gpu=gpu, dtype=dtype, device=device, **load)
-        else:
-            report = auditing.audit(gpu=gpu, dtype=dtype, device=device)
+        with models.translated():
+            report = auditing.audit(model, gpu=gpu, dtype=dtype, device=device, **load)
     except auditing.UnknownGpu as error:
         raise Fault(str(error), USAGE) from None
     except auditing.NoSuchDevice as error:

@@ -57,7 +57,7 @@ def json_schema(*reports: str):
 
         kinds = []
         for report in reports:
-            module, name = report.split(".")
+            module, _, name = report.rpartition(".")
             kinds.append(schema.json_schema(getattr(import_module(f"flashpatch.{module}"), name)))
         click.echo(json.dumps(kinds[0] if len(kinds) == 1 else {"oneOf": kinds}, indent=2))
         context.exit(0)
@@ -73,6 +73,7 @@ def model_options(function):
         (
             click.option("--gguf-file", metavar="NAME", help="Load the weights from this GGUF file of MODEL."),
             click.option("--trust-remote-code", is_flag=True, help="Run Python code that MODEL brings along."),
+            click.option("--allow-pickle", is_flag=True, help="Accept weights in pickles, which can run any code."),
             click.option("--random-weights", is_flag=True, help="Build MODEL from its config alone, weights random."),
             click.option(
                 "--seqlen", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens per row."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from . import options, rendering
+from . import models, options, rendering
 from .rendering import DECLINED, HOLDS, MISMATCH, MISSING, USAGE, Fault
 
 
@@ -38,9 +38,7 @@ def command(
     else:
         if record or demote or quick or emulate:
             raise click.UsageError("--record, --demote, --quick and --emulate are for kernels; leave them or MODEL out")
-        from .model import verify
-
-        code = verify(model, require_gpu, strict, not no_backward, seed, dtype, device, as_json, load)
+        code = _model(model, require_gpu, strict, no_backward, seed, dtype, device, as_json, load)
     raise SystemExit(code)
 
 
@@ -146,3 +144,90 @@ def _demote() -> None:
         click.echo(f"because {reason}")
     if not changes:
         click.echo("Every verified cell has valid evidence; nothing to demote.")
+
+
+def _model(name, require_gpu, strict, no_backward, seed, dtype, device, as_json, load) -> int:
+    from flashpatch import verification
+
+    with models.translated():
+        loaded, inputs = models.load(name, dtype=dtype, device=device, patched=False, padding="left", seed=seed, **load)
+        with rendering.progress("verify") as advance:
+            report = verification.verify_model(
+                loaded, inputs, name=name, backward=not no_backward, seed=seed, advance=advance
+            )
+    code, why = _model_code(report, require_gpu, strict)
+    if as_json:
+        rendering.emit_json(report, code)
+    else:
+        _print_model(report)
+        click.echo(why)
+    return code
+
+
+def _model_code(report, require_gpu: bool, strict: bool) -> tuple[int, str]:
+    """The exit code of a model's report, and the sentence that says why."""
+    total = len(report.modules)
+    on_gpu = report.device.startswith("cuda")
+    others = sorted(report.declines - {"no_gpu", "not_dispatched"})
+    if report.error and not report.declined:
+        return MISMATCH, f"FAILED: the patched model does not run: {report.error}"
+    if report.error:
+        return DECLINED, f"Nothing was verified: {report.error}"
+    if not report.holds:
+        return MISMATCH, "FAILED: the patched model is further from the yardstick than its dtype explains."
+    if not total:
+        return DECLINED, "Nothing was verified: the model has no attention module."
+    if report.undispatched:
+        return (
+            DECLINED,
+            f"Not verified: {len(report.undispatched)} of {total} attention modules never called flashpatch.",
+        )
+    if require_gpu and not (on_gpu and report.launches):
+        return DECLINED, "--require-gpu: no kernel ran on a GPU."
+    if on_gpu and not report.launches:
+        return DECLINED, f"Not verified: no kernel ran ({', '.join(others)}); the exact fallback's outputs match."
+    if strict and report.declines:
+        return DECLINED, f"--strict: declined ({', '.join(sorted(report.declines))})."
+    if others and not on_gpu:
+        return (
+            DECLINED,
+            f"Outputs match, but something declined for another reason than the missing GPU ({', '.join(others)}).",
+        )
+    return (
+        HOLDS,
+        f"Holds: every output and gradient compared is within its bound, {total} of {total} modules dispatched.",
+    )
+
+
+def _print_model(report) -> None:
+    click.echo(f"{report.model}: {report.dtype}, {report.device}; compared with {report.yardstick}.")
+    rows = []
+    for kind, label in (("logits", "output"), ("attention", "attention outputs"), ("gradient", "gradients")):
+        found = [comparison for comparison in report.comparisons if comparison.kind == kind]
+        if not found:
+            continue
+        worst = max(found, key=lambda c: (not c.passed, c.error / c.bound if c.bound else c.error))
+        good = sum(comparison.passed for comparison in found)
+        numbers = (worst.error, worst.eager_error, worst.default_error, worst.bound)
+        rows.append([label, f"{good} of {len(found)}", worst.name, *map(rendering.number, numbers)])
+    columns = ["quantity", "hold", "closest to its bound", "patched", "eager", f"unpatched ({report.default})", "bound"]
+    rendering.table(columns, rows)
+    for comparison in report.comparisons:
+        if not comparison.passed:
+            click.echo(f"FAILED {comparison.message}")
+    if report.unpatched_nan:
+        names = ", ".join(report.unpatched_nan[:5]) + (" ..." if len(report.unpatched_nan) > 5 else "")
+        click.echo(f"The unpatched model itself is not finite in {len(report.unpatched_nan)} quantities: {names}")
+    if report.tokens:
+        tokens = report.tokens
+        click.echo(
+            f"Greedy tokens: {tokens.differing} of {tokens.positions} differ, {tokens.failing} of them where the "
+            "yardstick is certain."
+        )
+    reasons: dict[str, int] = {}
+    for module in report.modules:
+        for decline in module.declines:
+            reasons[decline] = reasons.get(decline, 0) + 1
+    for reason, count in reasons.items():
+        click.echo(f"{count} of {len(report.modules)} modules: {reason}")
+    click.echo(f"{report.statement} {rendering.seconds(report.seconds)}.")

@@ -9,13 +9,15 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compiler, emulator, ops, planning
-from .problem import Device, Plan, Problem, Reason
+from . import compiler, emulator, execution, models, ops, patcher, planning
+from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
 
 # ---- the environment ----
 
@@ -114,7 +116,7 @@ def _gpus() -> tuple[list[str], list[Fault]]:
         return [], [Fault("no_gpu", "torch was built with CUDA but finds no usable GPU or driver", "nvidia-smi")]
     found, faults = [], []
     for index in range(torch.cuda.device_count()):
-        device = ops.device_of(torch.device("cuda", index))
+        device = execution.device_of(torch.device("cuda", index))
         number = ".".join(map(str, device.capability))
         found.append(f"cuda:{index} {device.name}, compute capability {number}, {device.generation}")
         if device.capability not in planning.support().capabilities:
@@ -318,6 +320,118 @@ def audit(model=None, *, gpu: str | None = None, dtype: str | None = None, devic
     )
 
 
+def plan(
+    model, *, gpu: str | None = None, dtype: str | None = None, device: str | None = None, inputs=None, **load
+) -> list[ModuleAudit]:
+    """What each attention module of a model runs on now and would run on patched; nothing is computed, no GPU needed.
+
+    `model` is a module, a transformers configuration, a hub id or a folder; of the latter three only the configuration
+    is read. `gpu` plans for a GPU that need not be here. `inputs` are the keyword arguments of one forward, taken
+    without padding.
+    """
+    target, _ = _target(gpu, device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if not isinstance(model, torch.nn.Module):
+            model = _skeleton(model, dtype, load)
+        if inputs is None:
+            inputs = models.dummy_inputs(model, **_only(load, "batch", "seqlen"))
+        now = {id(module): _implementation(module) for _, module, _ in patcher.attention_modules(model)}
+        classes = {path: module for path, module, _ in patcher.attention_modules(model)}
+        recorder = _Recorder()
+        training = model.training
+        model.eval()
+        try:
+            with patcher.apply(model) as patch, torch.no_grad(), recorder:
+                try:
+                    model(**inputs)
+                    refusal = ""
+                except DeclinedError as declined:
+                    refusal = str(declined.decline)
+                rows = patch.report.rows
+                layers = {tag.layer: module for module, tag, _ in patch._tags}
+        finally:
+            model.train(training)
+    asked: dict[int, list[Problem]] = {}
+    for layer, problem in recorder.problems:
+        if layer in layers:
+            asked.setdefault(id(layers[layer]), []).append(problem)
+    found = []
+    for row in rows:
+        module = classes[row.path]
+        problems = list(dict.fromkeys(asked.get(id(module), ())))
+        found.append(_module_audit(row, now[id(module)], problems, target, refusal))
+    return found
+
+
+def _skeleton(source, dtype: str | None, load: dict) -> torch.nn.Module:
+    """A model of the configuration without values in its weights; to be called under FakeTensorMode."""
+    if isinstance(source, (str, os.PathLike)):
+        options = _only(load, "trust_remote_code", "gguf_file", "revision")
+        return models.load(source, dtype=dtype, random_weights=True, patched=False, **options)
+    return models.build_random(source, dtype=dtype)
+
+
+def _only(options: dict, *names: str) -> dict:
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _implementation(module) -> str:
+    config = getattr(module, "config", None)
+    return str(getattr(config, "_attn_implementation", None) or "its own")
+
+
+def _module_audit(row, now: str, problems: list[Problem], target: Device | Reason, refusal: str) -> ModuleAudit:
+    if not problems:
+        reasons = [f"{code}: {text}" for code, text in row.reasons if row.switched is False]
+        reasons = reasons or [refusal or "not_dispatched: one forward did not bring it to flashpatch"]
+        return ModuleAudit(row.path, row.class_name, now, False, "", 0, 0, [], "its own", "its own", reasons)
+    words, reasons = {}, {}
+    for direction in ("forward", "backward"):
+        for problem in problems:
+            problem = replace(problem, direction=direction)
+            named = isinstance(target, Reason)
+            decision = Decline(problem, (target,)) if named else planning.resolve(problem, target)
+            if isinstance(decision, Plan):
+                words.setdefault(direction, f"{decision.config.kernel} ({decision.status})")
+            else:
+                words[direction] = "fallback"
+                reasons.update({f"{reason.code}: {reason.text}": None for reason in decision.reasons})
+    first = problems[0]
+    features = sorted(set().union(*(problem.features for problem in problems)))
+    return ModuleAudit(
+        row.path, row.class_name, now, True, first.dtype, first.head_dim, first.head_dim_v, features,
+        words["forward"], words["backward"], list(reasons),
+    )  # fmt: skip
+
+
+class _Recorder(TorchDispatchMode):
+    """Hears flashpatch's operator being asked, and by which layer.
+
+    Nothing has values here. Where they would decide, the batch is an ordinary one: `all` of it holds (no padding),
+    not `any` of it is special (no packing).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.problems: list[tuple[int, Problem]] = []
+        self.answers: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.flashpatch.attention_forward.default:
+            q, k, v, *arguments, _, layer = args
+            call = ops._expanded(ops._call_of(*arguments), q, k)
+            dtype = str(q.dtype).removeprefix("torch.")
+            problem = Problem("forward", dtype, q.shape[-1], v.shape[-1], execution.features(q, k, v, call))
+            self.problems.append((layer, problem))
+        if function is torch.ops.aten._local_scalar_dense.default and id(args[0]) in self.answers:
+            return self.answers[id(args[0])][1]
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.all.default, torch.ops.aten.any.default):
+            # kept with its answer, so that its id stays its own
+            self.answers[id(result)] = (result, function is torch.ops.aten.all.default)
+        return result
+
+
 def _target(gpu: str | None, device: str | None) -> tuple[Device | Reason, str]:
     if gpu:
         try:
@@ -329,7 +443,7 @@ def _target(gpu: str | None, device: str | None) -> tuple[Device | Reason, str]:
     here = torch.device(device or ("cuda" if usable else "cpu"))
     if here.type == "cuda" and (not usable or (here.index or 0) >= torch.cuda.device_count()):
         raise NoSuchDevice(f"torch sees no GPU {here}; leave out --device, or plan for a GPU elsewhere with --gpu NAME")
-    target = ops.device_of(here)
+    target = execution.device_of(here)
     if isinstance(target, Reason):
         return (
             target,

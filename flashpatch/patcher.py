@@ -238,10 +238,8 @@ def attention_function(
     """Attention as transformers calls it: q, k, v [batch, heads, length, head_dim]; returns (out [batch, length, heads,
     head_dim], weights or None)."""
     tag = _tag_of(module)
-    if tag is None or (torch.compiler.is_compiling() and tag.shares_a_graph()):
-        layer = _unattributed
-    else:
-        layer = tag.layer
+    alone = tag is not None and not (torch.compiler.is_compiling() and tag.shares_a_graph())
+    layer = tag.layer if alone else _unattributed
     strict = tag is not None and tag.strict
     if kwargs:
         _check_keywords(module, kwargs, layer, strict, query, value)
@@ -578,7 +576,9 @@ def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None) -> M
         shared = counting.counts(_unattributed)
         if shared.calls + shared.recomputes > 0 and tag.shares_a_graph():
             reached = True
-            reasons = [("shared_graph", f"it is compiled together with layers like it and counted under {shared.name!r}")]
+            reasons = [
+                ("shared_graph", f"it is compiled together with layers like it and counted under {shared.name!r}")
+            ]
             reasons += list(shared.declines)
             counts = counting.LayerCounts(counts.name, launches=shared.launches)
         else:

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compiler, emulator, launcher, ops, patcher, planning, reference, tolerance
+from . import compiler, emulator, execution, launcher, patcher, planning, reference, tolerance
 from .cases import Case, Inputs, cases, claimed, make_inputs
 from .problem import Config, Decline, DeclinedError, Device, Plan, Problem
 
@@ -262,7 +262,7 @@ def device_here(wanted: str | None = None, emulate: bool = False) -> Device:
         index = asked.index if asked.index is not None else (torch.cuda.current_device() if _has_cuda() else 0)
         if not _has_cuda() or index >= torch.cuda.device_count():
             raise NothingToRunOn(f"torch sees no GPU {asked}; leave out --device, or see `flashpatch audit`")
-        found = ops.device_of(torch.device("cuda", index))
+        found = execution.device_of(torch.device("cuda", index))
         if reason := launcher.unavailable("gpu"):
             raise NothingToRunOn(f"{found.name}: {reason.text}")
         return found
@@ -432,6 +432,7 @@ class ModelReport:
     tokens: Annotated[TokenCheck | None, "null where the model has no next token"]
     unpatched_nan: Annotated[list[str], "quantities that are not finite in the unpatched model"]
     error: Annotated[str, "why the patched model could not run; empty if it did"]
+    declined: Annotated[bool, "the error is a refusal with its reasons, not a failure"]
     seconds: Annotated[float, "wall time"]
 
     @property
@@ -456,6 +457,10 @@ class ModelReport:
     def declines(self) -> set[str]:
         """Codes of all declines."""
         return {decline.split(":")[0] for module in self.modules for decline in module.declines}
+
+
+class UnpatchedError(RuntimeError):
+    """The model does not run on the given inputs by itself, so there is nothing to compare with."""
 
 
 def verify_model(
@@ -487,17 +492,22 @@ def verify_model(
     model.eval()
     try:
         with _highest_precision():
-            unpatched = run(f"unpatched ({default})", 0)
+            try:
+                unpatched = run(f"unpatched ({default})", 0)
+            except Exception as failure:
+                raise UnpatchedError(f"{type(model).__name__} fails on these inputs unpatched: {failure}") from failure
             with _implementation(model, "eager"):
                 eager = run("eager", 1)
                 with _upcast(model, wide), _WideSoftmax() if wide is torch.float64 else contextlib.nullcontext():
                     expected = run(f"eager in {wide}", 2)
-            error = ""
+            patched, error, declined = None, "", False
             with patcher.apply(model) as patch:
                 try:
                     patched = run("patched", 3)
-                except DeclinedError as declined:
-                    patched, error = None, str(declined)
+                except DeclinedError as refusal:
+                    error, declined = str(refusal), True
+                except Exception as failure:  # the model ran unpatched, so whatever this is, patching is its cause
+                    error = f"{type(failure).__name__}: {failure}"
                 rows = patch.report.rows
     finally:
         model.train(training)
@@ -521,8 +531,11 @@ def verify_model(
         modules,
         comparisons,
         tokens,
-        sorted({key for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}),
+        sorted(
+            {" ".join(key) for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}
+        ),
         error,
+        declined,
         time.perf_counter() - started,
     )
 

@@ -144,7 +144,9 @@ def inputs_of(case: Case) -> Inputs:
     full = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
     keywords = {}
     if "key_ranges" in case.features:
-        ends = torch.randint(0, case.seqlen_k + 1, (case.batch, case.seqlen_q, 2), generator=generator, dtype=torch.int32)
+        ends = torch.randint(
+            0, case.seqlen_k + 1, (case.batch, case.seqlen_q, 2), generator=generator, dtype=torch.int32
+        )
         keywords["key_ranges"] = ends.sort(-1).values
         keywords["key_ranges"][:, ::7] = 0
     if "mask" in case.features:
@@ -231,7 +233,9 @@ def run(case: Case, patch, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         monkeypatch.setattr(launcher.emulator, "load", real_load)
-    conflicts = {place: n for kernel in kernels for place, n in kernel.last.bank_conflicts.items() if "ldmatrix" in place[0]}
+    conflicts = {
+        place: n for kernel in kernels for place, n in kernel.last.bank_conflicts.items() if "ldmatrix" in place[0]
+    }
     return faults or (f"bank conflicts {conflicts}" if conflicts else None)
 
 

@@ -151,7 +151,7 @@ MODELS = [
     Tiny("gemma3", _decoder("Gemma3", "Gemma3TextConfig", sliding_window=4, layer_types=_WINDOWS), _text, 2, frozenset({"gqa", "window"})),
     Tiny("mistral", _decoder("Mistral", sliding_window=4), _text, 2, frozenset({"gqa", "window"})),
     Tiny("gpt2", _gpt2, _text, 2),
-    Tiny("gpt_oss", _decoder("GptOss", num_local_experts=2, num_experts_per_tok=1, sliding_window=4, layer_types=_WINDOWS),
+    Tiny("gpt_oss", _decoder("GptOss", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, num_local_experts=2, num_experts_per_tok=1, sliding_window=4, layer_types=_WINDOWS),
          _text, 2, frozenset({"gqa", "window", "sinks"})),
     Tiny(
         "llama4",

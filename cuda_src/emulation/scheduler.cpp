@@ -19,7 +19,7 @@ namespace {
 
 // A thread may look this often at something that does not change while nobody else can do anything.
 constexpr u32 kIdlePolls = 16;
-constexpr u32 kSwitchesPerClock = 1u << 16;
+constexpr u32 kStepsPerClock = 1u << 18;
 
 u64 now_nanoseconds() {
   timespec t;
@@ -114,12 +114,6 @@ Thread* pick(const Thread& self) {
   return &machine.threads[w * kLanes + static_cast<u32>(__builtin_ctz(later ? later : runnable))];
 }
 
-void check_clock(Site site) {
-  static u32 switches = 0;
-  if (++switches % kSwitchesPerClock == 0 && now_nanoseconds() > machine.deadline)
-    fail(site, "the launch does not end: stopped at its time limit. %s", who_waits_where().c_str());
-}
-
 void switch_to_next(Thread& self) {
   if (machine.alive == 0) {
     wgmma_end_block();
@@ -187,6 +181,12 @@ u32 random_below(u32 bound) {
   return static_cast<u32>((machine.random >> 32) % bound);
 }
 
+void check_clock(Site site) {
+  static u32 steps = 0;
+  if (++steps % kStepsPerClock == 0 && now_nanoseconds() > machine.deadline)
+    fail(site, "the launch does not end: stopped at its time limit. %s", who_waits_where().c_str());
+}
+
 std::string describe(Site site) { return std::string(base_name(site.file)) + ":" + std::to_string(site.line); }
 
 std::string lanes_text(u32 lanes) {
@@ -221,7 +221,6 @@ void suspend(State state, const char* waits_for, Site site) {
   self.waits_for = waits_for;
   self.site = site;
   warp_of(self).runnable &= ~(1u << self.identity.lane);
-  check_clock(site);
   switch_to_next(self);
 }
 

@@ -84,6 +84,7 @@ inline Warp& warp_of(const Thread& thread) { return machine.warps[thread.identit
 
 // ---- scheduler ----
 u32 random_below(u32 bound);
+void check_clock(Site site);  // at every instruction: a loop that never ends is an error in the end
 void sync_lanes(Site site);  // the warp meets, nothing else
 void suspend(State state, const char* waits_for, Site site);
 void wake(Thread& thread);
@@ -108,6 +109,7 @@ SiteRecord& record(u32 index);
 void reset_records();
 u32 all_records(const SiteRecord** first);
 inline u16 count(const char* instruction, Site site) {
+  check_clock(site);
   const u32 index = record_index(instruction, site);
   ++record(index).executions;
   return static_cast<u16>(index);
