@@ -1,20 +1,23 @@
 // Attention forward for Hopper: out = softmax(scores of q k^T) v and logsumexp, warp-specialised and persistent.
 //
-// Warpgroup 0 produces: one of its threads takes tiles (kBlockM query rows of a head) from a counter and loads Q, K and V by
-// TMA. Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first, it issues
+// Warpgroup 0 produces: one of its threads takes tiles (kBlockM query rows of a head) from a counter and loads Q, K and V
+// by TMA. Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first, it
+// issues
 //     S_n = Q K_n^T   and   O += P_{n+1} V_{n+1}
-// together, and does the softmax of S_n while the second product and those of the other warpgroups keep the tensor cores
-// busy. Warpgroups issue in turns.
+// together, and does the softmax of S_n while the second product and those of the other warpgroups keep the tensor
+// cores busy. Warpgroups issue in turns.
 //
 // Assumes what the tensor maps of params_sm90.cuh ask for, 16-byte aligned rows of out, softmax_scale > 0. Stores out
 // [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
 // Grid: at most one CTA per multiprocessor, at most one per tile.
+#include "recompute_sm90.cuh"
 #include "scores.cuh"
 #include "softmax_sm90.cuh"
 #include "tile_sm90.cuh"
 
 constexpr int kConsumers = kNumWarps / 4 - 1;
-static_assert(kConsumers >= 2 && kConsumers <= 4 && kNumWarps % 4 == 0 && kBlockM == 64 * kConsumers, "a producer, and 64 rows a consumer");
+static_assert(kConsumers >= 2 && kConsumers <= 4 && kNumWarps % 4 == 0, "a producer and two to four consumers");
+static_assert(kBlockM == 64 * kConsumers, "64 rows a consumer");
 static_assert(kBlockN % 16 == 0, "P V reduces 16 keys at a time");
 static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDropout, "forward_sm80 has these");
 
@@ -26,8 +29,8 @@ using QTile = SlabTile<kBlockM, kHeadDim>;
 using KTile = SlabTile<kBlockN, kHeadDim>;
 using VTile = SlabTile<kBlockN, kHeadDimV>;
 constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
-// Exponentials (of kScores a thread) taken while the warpgroup's own P V runs. With three or more consumers the others' products
-// are cover enough, and waiting first is simpler.
+// Exponentials (of kScores a thread) taken while the warpgroup's own P V runs. With three or more consumers the products of
+// the others are cover enough.
 constexpr int kUnderProduct = kConsumers == 2 && kHeadDimV <= 128 ? kScores / 2 : 0;
 
 // A tile of work, decoded by the producer. m_block < 0: there is no more.
@@ -96,7 +99,8 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
     const int first_row = position.block * kBlockM;
     index = next;
     if (first_row >= s.q_length) continue;
-    const Work work = {s, position.block, position.head, blocks_of(keys_of_rows(p, s, first_row, smaller(first_row + kBlockM, s.q_length)))};
+    const BlockKeys keys = keys_of_rows(p, s, first_row, smaller(first_row + kBlockM, s.q_length));
+    const Work work = {s, position.block, position.head, blocks_of(keys)};
 
     rings.work.wait_empty();  // every consumer has read what was there
     st_shared(smem.work(rings.work.stage()), work);
@@ -145,43 +149,14 @@ DEVICE int row_of_thread(int consumer) { return consumer * 64 + (warp_index() & 
 
 // Rows of V behind the last key hold other keys (of the next sequence, or not in use): p = 0 there, but 0 * NaN is not 0.
 DEVICE void clear_tail(VTile v_smem, int first_row) {
-  for (int copy = thread_index() - 128 + first_row * 8 * VTile::kSlabs; copy < kBlockN * 8 * VTile::kSlabs; copy += kConsumers * 128) {
-    const int row = copy / (8 * VTile::kSlabs), chunk = copy % (8 * VTile::kSlabs);
-    st_shared(v_smem.base + (chunk >> 3) * VTile::kSlabBytes + row * VTile::kPitch + (chunk & 7) * 16, U32x4{0, 0, 0, 0});
+  constexpr int kChunks = 8 * VTile::kSlabs;
+  for (int copy = thread_index() - 128 + first_row * kChunks; copy < kBlockN * kChunks; copy += kConsumers * 128) {
+    const int row = copy / kChunks, chunk = copy % kChunks;
+    const u32 address = v_smem.base + (chunk >> 3) * VTile::kSlabBytes + row * VTile::kPitch + (chunk & 7) * 16;
+    st_shared(address, U32x4{0, 0, 0, 0});
   }
   fence_proxy_async();
   barrier_sync(kAllConsumers, kConsumers * 128);  // cleared for the wgmma of all
-}
-
-// A row whose O is not finite, from the start, by one warp: only keys the row sees can make it so now.
-DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, float logsumexp) {
-  const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
-  const u16* q = q_of(p, s, head).from(i).first;
-  const Rows<const u16> k = k_of(p, s, kv_head), v = v_of(p, s, kv_head);
-  const Scores scores = scores_of(p, s, head);
-  const Span keys = keys_of(p, s, i);
-  float acc[kHeadDimV / 32];  // columns lane, lane + 32, ...
-#pragma unroll
-  for (int c = 0; c < kHeadDimV / 32; ++c) acc[c] = 0.f;
-#pragma unroll 1
-  for (int j = keys.begin; j < keys.end; ++j) {
-    float dot = 0.f, derivative;
-#pragma unroll 1
-    for (int d = lane_index(); d < p.head_dim; d += 32) dot += widen(ld_global(q + d)) * widen(ld_global(k.from(j).first + d));
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes >>= 1) dot += shfl_xor(dot, lanes);
-    const float probability = exp2_approx(score_log2(s, scores, dot, 0.f, i, j, derivative) - logsumexp * kLog2e);
-#pragma unroll
-    for (int c = 0; c < kHeadDimV / 32; ++c) {
-      const int d = lane_index() + c * 32;
-      if (d < p.head_dim_v) acc[c] += probability * widen(ld_global(v.from(j).first + d));
-    }
-  }
-#pragma unroll
-  for (int c = 0; c < kHeadDimV / 32; ++c) {
-    const int d = lane_index() + c * 32;
-    if (d < p.head_dim_v) st_global(out_of(p, s, head).from(i).first + d, (u16)pack<kIsBf16>(acc[c], 0.f));
-  }
 }
 
 // O and logsumexp of a warpgroup's rows to global memory.
@@ -189,14 +164,18 @@ DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_fra
   const Sequence& s = work.sequence;
   const int lane = lane_index(), i_first = work.m_block * kBlockM + row_of_thread(consumer);
   float logsumexp[1][2];
-  softmax.finalize(logsumexp, fragments(o_frag), kHasSinks ? ld_global(p.sinks + work.head) * kLog2e : negative_infinity());
+  float sink_log2 = negative_infinity();
+  if constexpr (kHasSinks) sink_log2 = ld_global(p.sinks + work.head) * kLog2e;
+  softmax.finalize(logsumexp, fragments(o_frag), sink_log2);
   float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, work.head);
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-    if ((lane & 3) == 0 && i_first + half * 8 < s.q_length) st_global(logsumexp_ptr + (i_first + half * 8), logsumexp[0][half]);
+  for (int half = 0; half < 2; ++half) {
+    const int i = i_first + half * 8;
+    if ((lane & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[0][half]);
+  }
   store_accumulators(out_of(p, s, work.head), i_first, s.q_length, p.head_dim_v, o_frag);
 
-  // Masked values of V count with p = 0, but 0 * NaN is NaN: such rows once more, by the keys they see.
+  // NaN or Inf may come from values of V that a row does not see.
   bool finite[2] = {true, true};
   if constexpr (kHasWindow) {
     float zero[2] = {0.f, 0.f};
@@ -253,14 +232,16 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       if (!kTransformsScores && !masked) return;
       const Work work = ld_shared<Work>(slot);
       const int i = work.m_block * kBlockM + row_of_thread(consumer), j = n * kBlockN + (lane_index() & 3) * 2;
-      if constexpr (kTransformsScores) transform(fragments(s_frag), p, work.sequence, scores_of(p, work.sequence, work.head), i, j);
+      const Sequence& s = work.sequence;
+      if constexpr (kTransformsScores) transform(fragments(s_frag), p, s, scores_of(p, s, work.head), i, j);
       if (masked) {
         const MaskBits<1> no_mask = {};
-        apply_mask(fragments(s_frag), p, work.sequence, no_mask, 0, i, j);
+        apply_mask(fragments(s_frag), p, s, no_mask, 0, i, j);
       }
     };
     const auto issue_scores = [&](float (&s_frag)[kScores]) {
-      issue_multiply_transposed<QTile, KTile>(s_frag, q_operand, Operand{k_operand + rings.k.stage() * (KTile::kBytes >> 4)});
+      const Operand k{k_operand + rings.k.stage() * (KTile::kBytes >> 4)};
+      issue_multiply_transposed<QTile, KTile>(s_frag, q_operand, k);
     };
     const auto issue_output = [&] {
       issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});

@@ -1,16 +1,17 @@
 // Online softmax in the pieces that the Hopper forward puts around its waits. A thread has two rows of the accumulators.
 //
-// The subtracted maximum may lag behind the true one: rescaling O and exchanging maxima between lanes is then rare. Exact
-// arithmetic would not notice, 16-bit P does: with the true maximum the heaviest key of a row has p = 1, exactly
-// representable; with an older one its p is rounded like any other, and where one key holds most of a row that error is the
-// largest of all (2x, measured). So the maximum may stay only while no key above it weighs more than kShare of what a lane has
-// summed up so far, and p stays below 2^kLagLog2. The largest error is then that of the true maximum.
+// The subtracted maximum may lag behind the true one: rescaling O and exchanging maxima between lanes is then rare. In
+// exact arithmetic any maximum will do, but P is rounded to 16 bits: with the true maximum the heaviest key of a row has
+// p = 1 exactly; with another one its p is rounded like any other, and where one key holds most of a row that error is
+// the largest of all (2x, measured; rounding the maximum up to an integer is as bad). So the maximum stays only while no
+// key above it weighs more than 2^-kShareLog2 of what its lane has summed up so far, and p stays below 2^kLagLog2. The
+// largest error is then that of the true maximum.
 #pragma once
 #include "ptx_sm90.cuh"
 #include "softmax.cuh"
 
 constexpr int kLagLog2 = 8;       // 0: always the true maximum
-constexpr int kShareLog2 = 1;     // kShare = 2^-kShareLog2
+constexpr int kShareLog2 = 1;
 constexpr float kLowest = -3.4028234e38f;  // no maximum yet; finite, so that -inf - kLowest is no NaN
 
 struct LaggingSoftmax {
@@ -23,12 +24,13 @@ struct LaggingSoftmax {
     for (int half = 0; half < 2; ++half) row_max[half] = limit[half] = kLowest, row_sum[half] = 0.f;
   }
 
-  // New maxima where the scores s * scale_log2 ask for them. True (for the whole warp): O must be multiplied by `factor`.
+  // New maxima where scores s * scale_log2 ask for them. True (for the whole warp): O must be multiplied by `factor`.
   template <int kCount> DEVICE bool grow(float (&factor)[2], const float (&s_frag)[kCount], float scale_log2) {
     float largest[4] = {s_frag[0], s_frag[1], s_frag[2], s_frag[3]};
 #pragma unroll
     for (int i = 4; i < kCount; ++i) largest[i & 3] = maximum(largest[i & 3], s_frag[i]);
-    const float tile_max[2] = {maximum(largest[0], largest[1]) * scale_log2, maximum(largest[2], largest[3]) * scale_log2};
+    const float tile_max[2] = {maximum(largest[0], largest[1]) * scale_log2,
+                               maximum(largest[2], largest[3]) * scale_log2};
     if (kLagLog2 > 0 && !vote_any(tile_max[0] > limit[0] || tile_max[1] > limit[1])) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

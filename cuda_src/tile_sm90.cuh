@@ -7,8 +7,8 @@
 #include "ptx_sm90.cuh"
 #include "seqlen.cuh"
 
-// An operand of wgmma in shared memory: addresses in units of 16 bytes, start in bits 0-13, distance of slabs in 16-29 (read only
-// where the reduced dimension runs across rows), distance of 8 rows in 32-45, 128-byte swizzle in 62-63.
+// An operand of wgmma in shared memory, in units of 16 bytes: its start in bits 0-13, the distance of slabs in 16-29 (read
+// only where the reduced dimension runs across rows), the distance of 8 rows in 32-45; 128-byte swizzle in 62-63.
 struct Operand {
   u32 low;
   DEVICE u64 at(u32 bytes) const { return (u64)(1u << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4)); }
@@ -28,7 +28,8 @@ template <int kRowCount, int kColumnCount> struct SlabTile {
   DEVICE void load(const TensorMap* map, u32 barrier, int row, int head, int batch) const {
     mbarrier_arrive_expect_tx(barrier, kBytes);
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) tma_load_4d(base + slab * kSlabBytes, map, barrier, slab * 64, row, head, batch);
+    for (int slab = 0; slab < kSlabs; ++slab)
+      tma_load_4d(base + slab * kSlabBytes, map, barrier, slab * 64, row, head, batch);
   }
 
   DEVICE Operand operand(int row = 0) const {
@@ -42,7 +43,8 @@ template <int kRowCount, int kColumnCount> struct SlabTile {
 // ---- products, issued as one group ----
 
 // acc [64, B rows] = A B^T, both in shared memory.
-template <class A, class B> DEVICE void issue_multiply_transposed(float (&acc)[B::kRows / 2], Operand a, Operand b) {
+template <class A, class B>
+DEVICE void issue_multiply_transposed(float (&acc)[B::kRows / 2], Operand a, Operand b) {
   static_assert(A::kColumns == B::kColumns, "reduced dimension");
 #pragma unroll
   for (int k = 0; k < A::kColumns / 16; ++k)
@@ -51,10 +53,12 @@ template <class A, class B> DEVICE void issue_multiply_transposed(float (&acc)[B
 }
 
 // acc [64, B columns] += A B, A in registers.
-template <class B> DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B::kRows / 4], Operand b) {
+template <class B>
+DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B::kRows / 4], Operand b) {
 #pragma unroll
   for (int k = 0; k < B::kRows / 16; ++k)
-    wgmma_rs<B::kColumns, kIsBf16, true>(acc, a_frag[4 * k], a_frag[4 * k + 1], a_frag[4 * k + 2], a_frag[4 * k + 3], b.at(B::across(k)), true);
+    wgmma_rs<B::kColumns, kIsBf16, true>(acc, a_frag[4 * k], a_frag[4 * k + 1], a_frag[4 * k + 2], a_frag[4 * k + 3],
+                                         b.at(B::across(k)), true);
   wgmma_commit();
 }
 
@@ -87,7 +91,9 @@ template <int kStages> struct Ring {
 
 // The accumulators of one warpgroup product as the 16 x 8 fragments of tile.cuh.
 template <int kCount> using Fragments = float[1][kCount / 4][4];
-template <int kCount> DEVICE Fragments<kCount>& fragments(float (&acc)[kCount]) { return reinterpret_cast<Fragments<kCount>&>(acc); }
+template <int kCount> DEVICE Fragments<kCount>& fragments(float (&acc)[kCount]) {
+  return reinterpret_cast<Fragments<kCount>&>(acc);
+}
 
 // Packed in pairs, accumulators are the A operand of the next product.
 template <int kCount> DEVICE void pack_operand(u32 (&a_frag)[kCount / 2], const float (&acc)[kCount]) {
