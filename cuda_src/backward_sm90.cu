@@ -58,7 +58,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const auto ds_at = [&](int stage) { return at_stage(ds, stage, ScoreTile::kBytes); };
   const u32 dq_smem = smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
   const Scores scores = scores_of(p, sequence, position.head);
-  const KeyMask mask(sequence, first_key + warpgroup * 64, warp * 16 + lane / 4);
+  const KeyMask mask(sequence, first_key + warpgroup * 64);
   const auto arrive = [&](u32 at) {  // once a warp, for all its lanes
     sync_warp();
     if (lane == 0) mbarrier_arrive(at);

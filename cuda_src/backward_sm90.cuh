@@ -175,19 +175,20 @@ template <int kColumns, class A, class B> DEVICE void issue_transposed_multiply(
 struct KeyMask {
   int first;
   u32 span;
-  bool ends;        // the sequence's keys end among these
-  int own_first[2]; // of this thread's keys; kNever beyond the end
-  DEVICE KeyMask(const Sequence& s, int first_key, int own_key) {
+  int keys;          // of the sequence, from first_key on
+  bool ends;         // among these
+  int own_first[2];  // of this thread's keys; kNever beyond the end
+  DEVICE KeyMask(const Sequence& s, int first_key) {
     const int unlimited = s.q_length + s.k_length;
-    const int right = kHasWindow && s.window_right >= 0 ? s.window_right : unlimited;
-    const int left = kHasWindow && s.window_left >= 0 ? s.window_left : unlimited;
+    const int right = s.window_right >= 0 ? s.window_right : unlimited, left = s.window_left >= 0 ? s.window_left : unlimited;
     first = first_key - s.diagonal - right;
     span = (u32)left + (u32)right;
-    ends = first_key + 64 > s.k_length;
+    keys = s.k_length - first_key;
+    ends = keys < 64;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      own_first[half] = first_key + own_key + 8 * half < s.k_length ? first + own_key + 8 * half : kNever;
+    for (int half = 0; half < 2; ++half) own_first[half] = own_key(half) < keys ? first + own_key(half) : kNever;
   }
+  DEVICE static int own_key(int half) { return (warp_index() & 3) * 16 + (lane_index() >> 2) + 8 * half; }
   // S^T of the queries from `i` on: what must not be seen -> -inf.
   template <int kCount> DEVICE void apply(float (&s_frag)[kCount], int i) const {
     const bool all = !kHasWindow || (i >= first + 63 && (u32)(i + kBlockM - 1 - first) <= span);
@@ -195,8 +196,9 @@ struct KeyMask {
     i += (lane_index() & 3) * 2;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      const u32 after = i + e / 4 * 8 + (e & 1) - own_first[e >> 1 & 1];
-      if (after > span) s_frag[e] = negative_infinity();
+      const int half = e >> 1 & 1;
+      const bool hidden = kHasWindow ? (u32)(i + e / 4 * 8 + (e & 1) - own_first[half]) > span : own_key(half) >= keys;
+      if (hidden) s_frag[e] = negative_infinity();
     }
   }
 };

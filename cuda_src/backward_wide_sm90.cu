@@ -122,7 +122,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   if (walk.left > 0) mbarrier_wait(smem.barrier(kKFull), 0);          // read after write: K is there, for S and dQ
   if (warpgroup == 0) {
     const Scores scores = scores_of(p, sequence, position.head);
-    const KeyMask mask(sequence, first_key, warp * 16 + lane / 4);
+    const KeyMask mask(sequence, first_key);
     for (; walk.left > 0; walk.next(), ++step) {
       const int stage = step & 1;
       // S^T = K Q^T
