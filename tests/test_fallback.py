@@ -212,7 +212,7 @@ class Inputs:
             key_ranges = torch.randint(-2, seqlen_k + 3, shape, generator=generator, dtype=torch.int32)
             key_ranges = key_ranges.sort(-1).values
             if "Q" in case.key_ranges:
-                key_ranges[:, -1] = key_ranges[:, -1].flip(-1)  # ends before it begins
+                key_ranges[:, -1:] = key_ranges[:, -1:].flip(-1)  # ends before it begins
         if case.alibi:
             slopes = torch.rand(*((batch,) if case.alibi == "BH" else ()), case.heads_q, generator=generator)
         seqused = torch.tensor(case.seqused, dtype=torch.int32) if case.seqused else None
