@@ -398,7 +398,7 @@ class _Work:
             return None, None, None
         row_max = self.sinks.expand(self.value_shape(m0, m1)).reshape(self.batch * self.heads_kv, -1, 1)
         out = row_max.new_zeros(*row_max.shape[:2], self.v.shape[3])
-        return row_max, (row_max > -math.inf).to(self.dtype), out
+        return row_max, torch.ones_like(row_max), out
 
     # ---- one tile of scores ----
 
