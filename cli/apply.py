@@ -90,12 +90,12 @@ def _run(name: str, model, inputs: dict, train: bool, save: str | None) -> Apply
         tensors = _forward(model, inputs, train)
         finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
         done = patch.report
-        layers = {entry[0]: entry[2] for entry in patch._entries}
+        tags = {path: tag for path, _, tag, _ in patch._entries}
     if save:
         library.save(model, save, source=name)
     modules = []
     for row in done.rows:
-        counts = counting.counts(layers[row.path]) if layers[row.path] is not None else None
+        counts = counting.counts(tags[row.path].layer) if tags[row.path] else None
         modules.append(
             Module(
                 row.path, row.class_name, row.dispatched, dict(row.launches), dict(counts.backends) if counts else {},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
 from contextlib import contextmanager
 
@@ -33,8 +35,12 @@ def translated():
 
 
 def quiet() -> None:
-    """Keep the log and the warnings of loading out of the report; what is flashpatch's own is in the report."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    """Keep the log, the bars and the warnings of loading out of the report; what is flashpatch's own is in it."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("transformers", "huggingface_hub", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, message="flashpatch: ")
     warnings.filterwarnings("ignore", category=FutureWarning)
 

@@ -358,4 +358,15 @@ def shared_memory(config: Config) -> int:
         return tiles + 8 * m + (8 * m if config.has_key_ranges else 0)
     if config.kernel == "backward_dq":
         return 2 * m * d
+    # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
+    slabs, slabs_v = -(-d // 64), -(-dv // 64)
+    if config.kernel == "forward_sm90":
+        tiles = 128 * (m * slabs + stages * n * (slabs + slabs_v))
+        rings = 16 + 2 * 16 * stages + 32
+        return tiles + -(-rings // 64) * 64 + 2 * 64
+    if config.kernel in ("backward_sm90", "backward_wide_sm90"):
+        tiles = 2 * 2 * 64 * slabs * (n + stages * m) + 2 * stages * n * m
+        statistics_and_barriers = 2 * stages * 4 * m + 1024
+        own = 4 * n * m if config.kernel == "backward_wide_sm90" else 2 * 4 * m * d
+        return tiles + statistics_and_barriers + own
     return 0

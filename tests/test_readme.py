@@ -1,0 +1,122 @@
+"""The README stays true: its table, its commands, its Python, and the names it mentions."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashpatch
+from flashpatch import auditing, planning
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_line_says_what_importing_does_not_do():
+    first = next(line for line in README.splitlines()[1:] if line)
+    assert "changes no model" in first and "process" in README.split("\n\n")[1]
+
+
+def test_support_table_is_the_matrix():
+    table = auditing.markdown(planning.support())
+    renewed = auditing.with_table(README, table)
+    assert renewed == README, "the table is out of date; type: flashpatch audit --markdown README.md"
+
+
+def test_a_document_without_markers_is_refused():
+    with pytest.raises(ValueError, match="support:begin"):
+        auditing.with_table("no markers", "table")
+
+
+@pytest.mark.parametrize("marker", ["command:install", "command:test"])
+def test_commands_are_one_line_each_and_ci_finds_them(marker):
+    command = re.search(rf"<!-- {marker} -->\n```sh\n(.+)\n```", README)
+    assert command, f"README has no <!-- {marker} --> with a one-line command"
+    found = subprocess.run(
+        ["bash", "-c", f"sed -n '/<!-- {marker} -->/,/^```$/p' README.md | sed '/^<!--/d; /^```/d; /^$/d'"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == command.group(1)
+    assert f"readme_command {marker}" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=range(len(blocks("python"))))
+def test_python_blocks_use_what_exists(block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "flashpatch":
+            assert hasattr(flashpatch, node.attr), f"flashpatch.{node.attr} does not exist"
+
+
+def test_keyword_arguments_of_attention_exist():
+    import inspect
+
+    known = set(inspect.signature(flashpatch.attention).parameters)
+    calls = [
+        node
+        for block in blocks("python")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "flashpatch.attention"
+    ]
+    assert calls
+    for call in calls:
+        assert {keyword.arg for keyword in call.keywords} <= known
+
+
+def test_attention_as_shown_runs():
+    import torch
+
+    q, k, v = torch.randn(1, 9, 4, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
+    call = next(line for line in blocks("python")[-1].splitlines() if "softcap" in line)
+    names = {"flashpatch": flashpatch, "q": q, "k": k, "v": v}
+    exec(call.replace("return_logsumexp=True", 'return_logsumexp=True, on_decline="fallback"'), names)
+    assert names["out"].shape == q.shape and names["logsumexp"].shape == (1, 4, 9)
+
+
+def test_environment_variables_are_those_the_code_reads():
+    documented = set(re.findall(r"^\| `(FLASHPATCH_\w+)", README, flags=re.MULTILINE))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "flashpatch").glob("*.py"))
+    read = set(re.findall(r"[\"'](FLASHPATCH_[A-Z_]+)[\"']", sources))
+    assert documented == {name for name in read if name != "FLASHPATCH_"}
+
+
+def test_commands_and_options_exist():
+    pytest.importorskip("flashpatch.cli", reason="needs the editable install: pip install -e .")
+    import click
+
+    from flashpatch import cli
+
+    context = click.Context(cli.main)
+    listed = set(cli.main.list_commands(context))
+    shown = set(re.findall(r"`flashpatch (\w+)", README))
+    assert shown == listed
+    for name, options in re.findall(r"`(?:\S+=\S+ )?(?:\.venv/bin/)?flashpatch (\w+)((?: [^`]*)?)`", README):
+        known = {option for parameter in cli.main.get_command(context, name).params for option in parameter.opts}
+        for option in re.findall(r"--[\w-]+", options):
+            assert option in known, f"flashpatch {name} has no {option}"
+
+
+def test_exit_codes_are_those_of_the_command_line():
+    pytest.importorskip("flashpatch.cli", reason="needs the editable install: pip install -e .")
+    from flashpatch.cli import rendering
+
+    codes = {int(code) for code in re.findall(r"^\| (\d) \| ", README, flags=re.MULTILINE)}
+    assert codes == {
+        rendering.HOLDS, rendering.MISMATCH, rendering.USAGE, rendering.DECLINED, rendering.MISSING
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(os.name != "posix", reason="bash")
+def test_ci_script_is_sound():
+    subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
+    assert sys.platform.startswith("win") or os.access(ROOT / ".ci" / "run", os.X_OK)
