@@ -118,12 +118,12 @@ def _signature(compiler: tuple[str, ...]) -> str:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu += next(line for line in lines if line.startswith(("flags", "Features")))
-    return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS))
+    return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS, _pattern_flags(compiler)))
 
 
 @functools.cache
 def _pattern_flags(compiler: tuple[str, ...]) -> tuple[str, ...]:
-    """The flag that fills uninitialised variables with garbage, where the compiler has it (g++ 12, clang)."""
+    """The flag that fills uninitialised arrays with garbage, where the compiler has it (g++ 12, clang)."""
     flag = "-ftrivial-auto-var-init=pattern"
     command = (*compiler, flag, "-fsyntax-only", "-x", "c++", os.devnull)
     return (flag,) if subprocess.run(command, capture_output=True, check=False).returncode == 0 else ()

@@ -93,6 +93,7 @@ void finish_barrier_if_complete();
 inline Thread& lane_of_running_warp(u32 lane) { return machine.threads[machine.running->identity.warp * kLanes + lane]; }
 
 std::string describe(Site site);          // "forward_sm80.cu:88"
+std::string who_waits_where();            // of all threads that have not exited
 std::string lanes_text(u32 lanes);        // "0-7,9"
 
 // ---- counters: one record per instruction and place in the source ----
