@@ -220,7 +220,8 @@ def markdown(matrix: planning.Matrix) -> str:
     ]
     if matrix.excludes:
         lines.append("Not together in one kernel: " + "; ".join(
-            f"{' + '.join(sorted(pair))} ({reason})" for pair, reason in matrix.excludes
+            f"{' + '.join(sorted(pair))}{'' if len(directions) > 1 else f' ({min(directions)})'} ({reason})"
+            for pair, directions, reason in matrix.excludes
         ) + ".")  # fmt: skip
     return "\n".join(lines)
 
