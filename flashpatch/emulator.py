@@ -178,6 +178,7 @@ def _kernel_source(config: Config, text: str) -> str:
     tail = "".join(
         f"{export} void flashpatch_enter_{entry}(const void* params) {{ emulation::enter({entry}, params); }}\n"
         f"{export} unsigned flashpatch_params_{entry}() {{ return emulation::params_bytes({entry}); }}\n"
+        f"{export} unsigned flashpatch_alignment_{entry}() {{ return emulation::params_alignment({entry}); }}\n"
         for entry in entries
     )
     return f'{constants(config)}#line 1 "{config.kernel}.cu"\n{text}\n{tail}'
@@ -431,8 +432,11 @@ class Kernel:
         except AttributeError:
             raise ValueError(f"{self.config.kernel}.cu has no kernel {entry!r}") from None
         size = getattr(self._library.c, f"flashpatch_params_{entry}")()
-        if len(params) != size or size > PARAMS_LIMIT:
+        alignment = getattr(self._library.c, f"flashpatch_alignment_{entry}")()
+        # a struct ends with its last field, or with the padding that follows it
+        if -(-len(params) // alignment) * alignment != size or size > PARAMS_LIMIT:
             raise ValueError(f"{entry} takes {size} bytes of params (at most {PARAMS_LIMIT}), got {len(params)}")
+        params = params.ljust(size, b"\0")
         return ctypes.cast(enter, ctypes.c_void_p), params
 
 

@@ -85,5 +85,9 @@ template <class P>
 constexpr u32 params_bytes(void (*)(P)) {
   return sizeof(P);
 }
+template <class P>
+constexpr u32 params_alignment(void (*)(P)) {
+  return alignof(P);
+}
 
 }  // namespace emulation
