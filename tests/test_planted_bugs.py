@@ -19,6 +19,7 @@ from flashpatch.problem import Config, Device, Plan, Problem
 pytestmark = pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
 
 DEVICE = Device("emulated", "ampere", (8, 0), 166912, backend="emulated")
+HOPPER = Device("emulated", "hopper", (9, 0), 232448, multiprocessors=2, backend="emulated")
 
 
 # ---- problems ----
@@ -50,14 +51,18 @@ class Case:
     @property
     def config(self) -> Config:
         flags = {f"has_{name}": name in self.features for name in ("key_ranges", "mask", "bias", "alibi", "sinks")}
+        if self.kernel == "forward_sm90":
+            tile = (128, 64, 12)
+        elif self.kernel == "backward_sm90":
+            tile = (64, 128, 12)
+        else:
+            tile = (32, 32, self.num_warps)
         return Config(
             self.kernel,
             str(self.dtype).removeprefix("torch."),
             32 if self.head_dim <= 32 else 64,
             32 if self.head_dim_v <= 32 else 64,
-            32,
-            32,
-            self.num_warps,
+            *tile,
             self.num_stages,
             has_window=self.window != (-1, -1),
             has_softcap=self.softcap > 0,
@@ -73,6 +78,11 @@ def forward(**options):
 
 def backward(**options):
     return Case(kernel="backward_sm80", features=frozenset(options.pop("features", ())), **options)
+
+
+def hopper(kernel, **options):
+    sizes = {"batch": 1, "seqlen_q": 150, "seqlen_k": 200, "heads": 2, "heads_kv": 1}
+    return Case(kernel=kernel, **{**sizes, **options})
 
 
 PLAIN = forward()
@@ -97,6 +107,10 @@ BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
 BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
 BACKWARD_DROPOUT = backward(dropout_p=0.3)
 BACKWARD_VARLEN = backward(features=("varlen",))
+HOPPER_FORWARD = hopper("forward_sm90")
+HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
+HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
+HOPPER_ORDERED = hopper("backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True)
 CASES = {name: value for name, value in list(globals().items()) if isinstance(value, Case)}
 
 
@@ -228,7 +242,7 @@ def run(case: Case, patch, monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)  # fills what nobody wrote with NaN
     try:
-        faults = (forward_faults if case.kernel == "forward_sm80" else backward_faults)(case)
+        faults = (forward_faults if case.kernel.startswith("forward") else backward_faults)(case)
     except emulator.EmulationError as error:
         return str(error)
     finally:
@@ -241,9 +255,9 @@ def run(case: Case, patch, monkeypatch):
 
 
 def plan_of(case: Case) -> Plan:
-    direction = "forward" if case.kernel == "forward_sm80" else "backward"
+    direction = case.kernel.split("_")[0]
     problem = Problem(direction, case.config.dtype, case.head_dim, case.head_dim_v)
-    return Plan(problem, DEVICE, case.config, "compiled")
+    return Plan(problem, HOPPER if "sm90" in case.kernel else DEVICE, case.config, "compiled")
 
 
 def compare(name, actual, eager, exact, factor=2.0):
@@ -408,6 +422,19 @@ BUGS = [
     Bug("backward_delta.cu", "partial sum", "int lanes = kLanes / 2", "int lanes = kLanes / 4", "BACKWARD"),
     Bug("backward_dq.cu", "missing scale", "c[2] * p.softmax_scale, c[3]", "c[2], c[3]", "BACKWARD"),
     Bug("backward_dq.cu", "dropped barrier", "sync_block();  // the whole tile", "// the whole tile", "BACKWARD"),
+    # Hopper
+    Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<1>();", "", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "early release", "wgmma_wait<1>();\n      pin(s_frag);\n      release(rings.k);", "release(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "missing rescale", "if (grew) scale_rows(o_frag, factor);", "", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "HOPPER_FORWARD"),
+    Bug("tile_sm90.cuh", "wrong step", "k / 4 * kSlabBytes + k % 4 * 32", "k / 4 * kSlabBytes + k % 4 * 16", "HOPPER_FORWARD"),
+    Bug("tile_sm90.cuh", "wrong phase", "parity() ^ 1); }  // a fresh", "parity()); }  // a fresh", "HOPPER_FORWARD"),
+    Bug("backward_sm90.cu", "dropped fence", "fence_proxy_async();", "", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cu", "missing scale", "store_gradient(dk_frag, p.softmax_scale", "store_gradient(dk_frag, 1.f", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cu", "dropped wait", "bulk_wait_read<0>();", "", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(p, staged, 4 * staged_turn);", "", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cu", "added too late", "bulk_wait<0>();", "bulk_wait<1>();", "HOPPER_ORDERED"),
 ]  # fmt: skip
 
 
