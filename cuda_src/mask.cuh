@@ -1,9 +1,13 @@
 // Who sees whom: the keys a row sees (window, lengths, key_ranges, boolean mask), the key blocks a query block visits and
 // which of them need a mask at all, and the same from the side of a key block.
 //
-// A masked score is set to -inf by select, never by adding: NaN in it does not survive. Masked values of V are covered
-// in two steps: rows of K and V that no row of the block can see are zero-filled by the load, and in a tile that needs a
-// mask, rows holding NaN or Inf are taken out of the product and show only in rows that see them (take_out_non_finite).
+// What a masked key can do to a result, exactly:
+// - Its score is set to -inf by select, never by adding, so NaN in K or in the bias is gone; p and dS are selected to 0 likewise.
+// - Keys from k_length on, and in the forward keys outside the hull of what a block's rows see, are never read.
+// - Other masked keys lie in the same tile as visible ones, and 0 * NaN is NaN: in tiles that need a mask the forward takes
+//   chunks of V with NaN or Inf out of P V, the backward those of K out of dS K (take_out_non_finite). A row that does see
+//   such a key becomes NaN as a whole, also where K or V held Inf. So no masked key shows in any row, whatever it holds.
+// Without window, key_ranges and mask there is nothing to take out, and NaN and Inf go through the products as they are.
 #pragma once
 #include "seqlen.cuh"
 #include "tile.cuh"

@@ -3,8 +3,8 @@
 #pragma once
 #include "params.cuh"
 
-// What cuTensorMapEncodeTiled writes: (head_dim, rows, heads, batch) in the tensor's own strides, box (64, tile rows, 1, 1),
-// 128-byte swizzle, zeros outside. varlen: rows are all rows of the packed tensor, batch is 1.
+// What cuTensorMapEncodeTiled writes: dimensions (head_dim, rows, heads, batch) in the tensor's own strides, box
+// (64, rows of the kernel's tile, 1, 1), 128-byte swizzle, zeros outside. varlen: all rows of the packed tensor, batch 1.
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
 struct alignas(64) ParamsSm90 {

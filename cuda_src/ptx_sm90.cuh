@@ -15,8 +15,12 @@ DEVICE bool elect() {
 }
 DEVICE u32 grid_size() { return gridDim.x; }
 // Moves registers between warpgroups; every warp of the warpgroup executes it.
-template <int kRegisters> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
-template <int kRegisters> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+template <int kRegisters> DEVICE void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters> DEVICE void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
 
 DEVICE u32 atomic_add_global(u32* pointer, u32 value) { return atomicAdd(pointer, value); }
 
@@ -85,8 +89,12 @@ DEVICE void bulk_reduce_add_f32(float* destination, u32 source, u32 bytes) {
 }
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All but the latest kPending groups of this thread have read their shared memory (wait_read), are complete (wait).
-template <int kPending> DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory"); }
-template <int kPending> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory"); }
+template <int kPending> DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+template <int kPending> DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void stmatrix_x4(u32 address, const u32 (&r)[4]) {
@@ -105,7 +113,9 @@ DEVICE void stmatrix_x4_trans(u32 address, const u32 (&r)[4]) {
 // Before the first wgmma of a batch: its registers were last touched by ordinary instructions.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+template <int kPending> DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
 // After a wait: the compiler must not read accumulators before this point. No instruction.
 template <int kCount> DEVICE void pin(float (&registers)[kCount]) {
 #pragma unroll
@@ -114,6 +124,12 @@ template <int kCount> DEVICE void pin(float (&registers)[kCount]) {
 template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+// Keeps the arithmetic behind `value` (>= 0 or NaN) above the next wait: the compiler moves a wait up over arithmetic, where it
+// overlaps nothing, but not over a store. The store never happens.
+DEVICE void hold(float value, u32 address) {
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(value), "r"(address) : "memory");
 }
 
 // Text and operands of the first n accumulators.

@@ -33,7 +33,7 @@ MACHINE_FLAGS = ("-O2",)
 KERNEL_FLAGS = ("-O2",)
 PARAMS_LIMIT = 4096
 # TensorMapFields of emulation/machine_sm90.h
-_TENSOR_MAP = struct.Struct("=QQ4Q5I5I3I20x")
+_TENSOR_MAP = struct.Struct("=QQ4Q5I5I3I28x")
 _TENSOR_MAP_MAGIC = 0x70616D726F736E65
 Patch = Callable[[str, str], str]
 # Unrolling costs compile time and buys nothing here; the line stays, so that line numbers do.
@@ -118,7 +118,15 @@ def _signature(compiler: tuple[str, ...]) -> str:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu += next(line for line in lines if line.startswith(("flags", "Features")))
-    return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS))
+    return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS, _pattern_flags(compiler)))
+
+
+@functools.cache
+def _pattern_flags(compiler: tuple[str, ...]) -> tuple[str, ...]:
+    """The flag that fills uninitialised arrays with garbage, where the compiler has it (g++ 12, clang)."""
+    flag = "-ftrivial-auto-var-init=pattern"
+    command = (*compiler, flag, "-fsyntax-only", "-x", "c++", os.devnull)
+    return (flag,) if subprocess.run(command, capture_output=True, check=False).returncode == 0 else ()
 
 
 def _native() -> str:
@@ -255,19 +263,8 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
         for name, text in {**headers, "kernel.cc": unit}.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         shared = ("-shared", "-Wl,-Bsymbolic") if sys.platform != "darwin" else ("-shared",)
-        command = [
-            *compiler,
-            *FLAGS,
-            *KERNEL_FLAGS,
-            *shared,
-            "kernel.cc",
-            "-x",
-            "none",
-            str(machine),
-            "-lm",
-            "-o",
-            "kernel.so",
-        ]
+        flags = (*FLAGS, *KERNEL_FLAGS, *_pattern_flags(compiler), *shared)
+        command = [*compiler, *flags, "kernel.cc", "-x", "none", str(machine), "-lm", "-o", "kernel.so"]
         _run(command, f"{config.kernel} ({config})", folder)
         return Path(folder, "kernel.so")
 
@@ -292,13 +289,19 @@ def tensor_map(
     """
     rank = len(dims)
     if not (3 <= rank <= 5 and len(box) == rank and len(strides) == rank - 1):
-        raise ValueError(f"a tensor map needs 3 to 5 dims, as many box sizes and one stride less, got {dims} {box} {strides}")
+        raise ValueError(
+            f"a tensor map needs 3 to 5 dims, as many box sizes and one stride less, got {dims} {box} {strides}"
+        )
     if address % 16 or any(stride % 16 for stride in strides):
-        raise ValueError(f"address {address:#x} and strides {tuple(strides)} of a tensor map must be multiples of 16 bytes")
+        raise ValueError(
+            f"address {address:#x} and strides {tuple(strides)} of a tensor map must be multiples of 16 bytes"
+        )
     if not all(1 <= size <= 256 for size in box) or box[0] * element_bytes % 16:
         raise ValueError(f"box {tuple(box)}: sizes from 1 to 256, the first a multiple of 16 bytes")
     if swizzle_bytes and box[0] * element_bytes > swizzle_bytes:
-        raise ValueError(f"box {tuple(box)}: rows of {box[0] * element_bytes} bytes do not fit a {swizzle_bytes}-byte swizzle")
+        raise ValueError(
+            f"box {tuple(box)}: rows of {box[0] * element_bytes} bytes do not fit a {swizzle_bytes}-byte swizzle"
+        )
     padding = 5 - rank
     return _TENSOR_MAP.pack(
         _TENSOR_MAP_MAGIC,

@@ -19,7 +19,7 @@ from flashpatch.call import Call
 TILE_SCORES_CPU = 1 << 20
 TILE_SCORES = 1 << 24
 # Query rows per tile: enough to pay for loading a key tile, few enough that causal really skips half of the tiles.
-TILE_ROWS = 256
+TILE_ROWS = 128
 TILE_MINIMUM = 64
 
 _LOW_32 = 0xFFFFFFFF
@@ -232,9 +232,13 @@ class _Work:
         self.no_keys = self.seqlen_k == 0 or (self.varlen and call.cu_seqlens_q.numel() == 1)
         self._set_bounds()
         self.masked = self.begin is not None or self.end is not None or self.mask is not None
+        # Whether nothing but the window hides keys: then the host knows what each row sees.
+        self.window_only = (
+            not (self.varlen or call.seqused_k is not None or call.key_ranges is not None) and self.mask is None
+        )
+        self.shift = self.seqlen_k - self.seqlen_q
         # Whether a row's running maximum can be -inf. Not where all rows see the first key; a bias of -inf hides keys too.
-        only_end = not self.varlen and call.seqused_k is None and self.begin is None and self.mask is None
-        first_key_seen = only_end and self.seqlen_k - self.seqlen_q + call.window_right >= 0
+        first_key_seen = self.window_only and call.window_left < 0 and self.shift + call.window_right >= 0
         self.rows_may_be_empty = self.no_keys or self.bias is not None or (self.masked and not first_key_seen)
 
     def _set_bounds(self):
@@ -310,20 +314,32 @@ class _Work:
             return
         call, n0, end = self.call, 0, self.seqlen_k
         if not self.varlen:
-            shift = self.seqlen_k - self.seqlen_q
             if call.window_right >= 0:
-                end = min(end, m1 + shift + call.window_right)
+                end = min(end, m1 + self.shift + call.window_right)
             if call.window_left >= 0 and call.seqused_k is None:  # seqused_k moves the window left
-                n0 = max(n0, m0 + shift - call.window_left)
+                n0 = max(n0, m0 + self.shift - call.window_left)
         if self.on_host and (self.varlen or call.seqused_k is not None or call.key_ranges is not None):
             if self.begin is not None:
                 n0 = max(n0, _narrow(self.begin, 1, m0, m1).min().item())
             if self.end is not None:
                 end = min(end, _narrow(self.end, 1, m0, m1).max().item())
-        while n0 < end:
-            n1 = min(n0 + self.tile_keys, end)
-            yield n0, n1
-            n0 = n1
+        # Many keys that all rows see are walked apart from those at the diagonal: hiding costs as much as a product.
+        edge = m0 + self.shift + call.window_right + 1
+        stops = [edge, end] if self.window_only and n0 + TILE_ROWS <= edge < end else [end]
+        for stop in stops:
+            while n0 < stop:
+                n1 = min(n0 + self.tile_keys, stop)
+                yield n0, n1
+                n0 = n1
+
+    def sees_all(self, m0, m1, n0, n1):
+        """Whether the host knows that rows m0..m1 see all keys n0..n1."""
+        left, right = self.call.window_left, self.call.window_right
+        return (
+            self.window_only
+            and (right < 0 or n1 <= m0 + self.shift + right + 1)
+            and (left < 0 or n0 >= m1 - 1 + self.shift - left)
+        )
 
     # ---- loading and storing ----
 
@@ -382,7 +398,7 @@ class _Work:
             return None, None, None
         row_max = self.sinks.expand(self.value_shape(m0, m1)).reshape(self.batch * self.heads_kv, -1, 1)
         out = row_max.new_zeros(*row_max.shape[:2], self.v.shape[3])
-        return row_max, (row_max > -math.inf).to(self.dtype), out
+        return row_max, torch.ones_like(row_max), out
 
     # ---- one tile of scores ----
 
@@ -394,7 +410,8 @@ class _Work:
             tanh = flat.mul_(1.0 / call.softcap).tanh_()
             flat = tanh * call.softcap
         hidden = None
-        if self.bias is not None or call.alibi_slopes is not None or self.masked:
+        hides = self.masked and not self.sees_all(m0, m1, n0, n1)
+        if self.bias is not None or call.alibi_slopes is not None or hides:
             scores = flat.view(self.tile_shape(m0, m1, n0, n1))
             if self.bias is not None:
                 scores += self.attached(self.bias, m0, m1, n0, n1)
@@ -402,7 +419,7 @@ class _Work:
                 columns = torch.arange(n0, n1, device=self.device)
                 distance = (self.of_rows(self.diagonal, m0, m1) - columns).abs_().to(self.dtype)
                 scores.addcmul_(self.slopes(m0, m1), distance, value=-1.0)
-            if self.masked:
+            if hides:
                 hidden = self.hidden(m0, m1, n0, n1)
                 scores.masked_fill_(hidden, -math.inf)
         return flat, hidden, tanh

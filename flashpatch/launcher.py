@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 
-from . import compiler, emulator
+from . import compiler, emulator, tensor_maps
 from .call import TENSORS, Call
 from .planning import shared_memory
 from .problem import Config, Device, Plan, Reason
@@ -43,9 +43,14 @@ FLOATS = ("softmax_scale", "softcap", "dropout_p")
 FIELDS = POINTERS + STRIDES + INTEGERS + FLOATS
 _POINTERS = struct.Struct(f"={len(POINTERS)}Q")
 _REST = struct.Struct(f"={len(STRIDES)}q{len(INTEGERS)}i{len(FLOATS)}f")
-_SIZE = _POINTERS.size + _REST.size
+# struct ParamsSm90 of cuda_src/params_sm90.cuh: maps of q, k, v, out, dout, then Params, then the tile counters
+_COUNTERS = struct.Struct("=Q")
+_ARGUMENT_BYTES = 5 * tensor_maps.BYTES + _POINTERS.size + _REST.size + _COUNTERS.size
 # cuLaunchKernel's limit for gridDim.x
 _MAX_BLOCKS = 2**31 - 1
+
+# The emulator runs the CTAs of a persistent grid one after another; a few are enough to share out tiles.
+_EMULATED_MULTIPROCESSORS = 3
 
 launched: Counter[str] = Counter()  # kernel -> launches of this process; verify counts by it
 
@@ -61,15 +66,22 @@ def launches(config: Config) -> tuple[str, ...]:
 
 
 def configs(config: Config) -> tuple[Config, ...]:
-    """Every Config that must be compiled to run this one."""
+    """Every Config that must be compiled to run this one, in the order of their launches."""
     if config.kernel == "backward_sm80":
-        return (_helper(config, "backward_delta"), config, _helper(config, "backward_dq"))
+        return (_helper(config, "backward_delta", 4), config, _helper(config, "backward_dq", 4))
+    if config.kernel.startswith("backward"):
+        return (_helper(config, "backward_prepare_sm90", 8), config, _helper(config, "backward_finish_sm90", 4))
     return (config,)
 
 
-def _helper(config: Config, kernel: str) -> Config:
+def _helper(config: Config, kernel: str, num_warps: int) -> Config:
     """The Config of a small kernel before or after the main one: only what its source reads, so that few are built."""
-    return Config(kernel, config.dtype, config.head_dim, config.head_dim_v, config.block_m, 0, 4)
+    return Config(kernel, config.dtype, config.head_dim, config.head_dim_v, config.block_m, 0, num_warps)
+
+
+def _takes_maps(config: Config) -> bool:
+    """Whether the main kernel's argument is ParamsSm90: Params between tensor maps and tile counters."""
+    return config.kernel.endswith("sm90")
 
 
 # ---- the two directions ----
@@ -78,7 +90,7 @@ def _helper(config: Config, kernel: str) -> Config:
 class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
-    __slots__ = ("blocks", "kernel", "out_shape", "plan", "readable", "rest", "statistics_shape")
+    __slots__ = ("blocks", "kernel", "out_shape", "plan", "readable", "rest", "statistics_shape", "tma")
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
         self.plan = plan
@@ -89,7 +101,10 @@ class Forward:
         shapes = _Shapes(plan.config, q, k, call)
         self.blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(self.out_shape))
-        self.kernel = _Kernel(plan.device, plan.config, f"attention_{plan.config.kernel}", plan.config.num_warps)
+        self.kernel = _Kernel(plan.device, plan.config)
+        self.tma = _takes_maps(plan.config)
+        if self.tma:  # persistent: one CTA per multiprocessor takes tiles from a counter
+            self.blocks = min(self.blocks, plan.device.multiprocessors or _EMULATED_MULTIPROCESSORS)
 
     def run(self, q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Launch. Returns out, logsumexp and how many inputs had to be copied into a layout kernels read."""
@@ -107,17 +122,28 @@ class Forward:
             out = torch.zeros(self.out_shape, dtype=q.dtype, device=q.device)
             logsumexp = torch.full(self.statistics_shape, -torch.inf, dtype=torch.float32, device=q.device)
         optional = call.pointers()
+        argument = self.rest
         packed = _POINTERS.pack(
             *pointers, out.data_ptr(), logsumexp.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:]
         )
-        self.kernel.launch(self.blocks, packed, self.rest, (q, k, v, out, logsumexp), call)
+        tensors = (q, k, v, out, logsumexp)
+        if self.tma:
+            counters = _tile_counters(q.device)
+            tensors = (*tensors, counters)
+            argument += _COUNTERS.pack(counters.data_ptr())
+            packed = _maps(self.plan.config, q, k, v, None, None, None) + packed
+        self.kernel.launch(self.blocks, packed + argument, tensors, call)
         return out, logsumexp, 0
 
 
 class Backward:
-    """A backward ready to launch for one signature of tensors and one Plan: delta, the main kernel, dq's rounding."""
+    """A backward ready to launch for one signature of tensors and one Plan: a kernel before (delta), the main one,
+    and one after (dq from fp32)."""
 
-    __slots__ = ("after", "before", "kernel", "key_blocks", "plan", "query_blocks", "readable", "rest", "workspace")
+    __slots__ = (
+        "after", "before", "kernel", "key_blocks", "plan", "query_blocks", "ragged", "readable", "rest", "turns",
+        "workspace",
+    )  # fmt: skip
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
         self.plan = plan
@@ -127,15 +153,20 @@ class Backward:
         shapes = _Shapes(config, q, k, call)
         self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
         self.key_blocks = shapes.n_blocks * k.shape[-2] * shapes.batch
-        self.workspace = (self.query_blocks * config.block_m, config.head_dim)
+        varlen = call.cu_seqlens_q is not None
+        if _takes_maps(config):  # records of cuda_src/workspace_sm90.cuh
+            blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
+            self.turns = blocks * q.shape[-2]
+            self.workspace = (self.turns, config.block_m * (config.head_dim + 2))
+        else:
+            self.turns = self.query_blocks
+            self.workspace = (self.turns, config.block_m * config.head_dim)
+        self.ragged = (varlen, varlen or call.seqused_k is not None)
         self.rest = _rest(
             shapes, call, q, k, v, out=out.stride(), dout=dout.stride(), dq=_contiguous_strides(q.shape),
             dk=_contiguous_strides(k.shape), dv=_contiguous_strides(v.shape),
         )  # fmt: skip
-        delta, _, dq = configs(config)
-        self.before = _Kernel(plan.device, delta, "attention_backward_delta", delta.num_warps)
-        self.kernel = _Kernel(plan.device, config, f"attention_{config.kernel}", config.num_warps)
-        self.after = _Kernel(plan.device, dq, "attention_backward_dq", dq.num_warps)
+        self.before, self.kernel, self.after = (_Kernel(plan.device, part) for part in configs(config))
 
     def run(self, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
         """Launch. Returns dq, dk, dv, dbias or None, dsinks or None, and the number of copied inputs."""
@@ -153,22 +184,56 @@ class Backward:
         dq_accum = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         dq_turns = dbias = None
         if self.plan.config.deterministic:
-            dq_turns = torch.zeros(self.query_blocks, dtype=torch.int32, device=q.device)
+            dq_turns = torch.zeros(self.turns, dtype=torch.int32, device=q.device)
         if call.bias is not None:
             dbias = _bias_gradient(call.bias)
         if dlogsumexp is not None:
             dlogsumexp = dlogsumexp.contiguous()
         tensors = (q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum, dq_turns)
         optional = call.pointers()
-        packed = _POINTERS.pack(*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:])
+        params = _POINTERS.pack(*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:]) + self.rest
         tensors = (*tensors, dbias)
-        self.before.launch(self.query_blocks, packed, self.rest, tensors, call)
-        self.kernel.launch(self.key_blocks, packed, self.rest, tensors, call)
-        self.after.launch(self.query_blocks, packed, self.rest, tensors, call)
+        argument = params
+        if _takes_maps(self.plan.config):
+            argument = _maps(self.plan.config, q, k, v, dout, *self.ragged) + params + _COUNTERS.pack(0)
+        self.before.launch(self.query_blocks, params, tensors, call)
+        self.kernel.launch(self.key_blocks, argument, tensors, call)
+        self.after.launch(self.query_blocks, params, tensors, call)
         dsinks = None if call.sinks is None else _sink_gradient(call, logsumexp, delta)
         if dbias is not None:
             dbias = dbias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in dbias.stride())]
         return dq, dk, dv, dbias, dsinks, 0
+
+
+def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool | None) -> bytes:
+    """The tensor maps at the head of struct ParamsSm90; `out` is stored without one."""
+    m, n = config.block_m, config.block_n
+    return b"".join((
+        tensor_maps.encode(q, m, ragged_q),
+        tensor_maps.encode(k, n, ragged_k),
+        tensor_maps.encode(v, n, ragged_k),
+        tensor_maps.NONE,
+        tensor_maps.NONE if dout is None else tensor_maps.encode(dout, m, ragged_q),
+    ))  # fmt: skip
+
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _tile_counters(device: torch.device) -> torch.Tensor:
+    """Two zeroed words that a persistent kernel takes its tiles from, and zeroes again: one pair per stream.
+
+    A captured graph gets its own, zeroed by the graph itself, because it may be replayed beside eager calls.
+    """
+    if device.type != "cuda":
+        return torch.zeros(2, dtype=torch.int32)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+    counters = _counters.get(key)
+    if counters is None:
+        counters = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counters
 
 
 def forward(plan: Plan, q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -272,11 +337,14 @@ def _rest(shapes: _Shapes, call: Call, q, k, v, *, out, dout=(), dq=(), dk=(), d
 
 
 class _Thread(threading.local):
-    """A parameter buffer per thread: the driver copies it during the launch, with the GIL released."""
+    """A buffer for a kernel's argument per thread: the driver copies it during the launch, with the GIL released."""
 
     def __init__(self):
-        self.buffer = bytearray(_SIZE)
-        self.address = ctypes.addressof((ctypes.c_char * _SIZE).from_buffer(self.buffer))
+        room = bytearray(_ARGUMENT_BYTES + 64)
+        address = ctypes.addressof((ctypes.c_char * len(room)).from_buffer(room))
+        start = -address % 64  # tensor maps inside it are read at 64-byte steps
+        self.buffer = memoryview(room)[start:]
+        self.address = address + start
         self.arguments = None  # CuPy's wrapping of the address, made at the first launch
 
 
@@ -293,17 +361,18 @@ _thread = _Thread()
 
 
 class _Kernel:
-    """One entry of one Config on one device, built at the first launch."""
+    """One Config on one device, built at the first launch. A source has one entry, named after it."""
 
     __slots__ = ("block", "config", "device", "entry", "function", "shared")
 
-    def __init__(self, device: Device, config: Config, entry: str, num_warps: int):
-        self.device, self.config, self.entry = device, config, entry
-        self.block = (32 * num_warps, 1, 1)
+    def __init__(self, device: Device, config: Config):
+        self.device, self.config = device, config
+        self.entry = f"attention_{config.kernel}"
+        self.block = (32 * config.num_warps, 1, 1)
         self.shared = shared_memory(config)
         self.function = None
 
-    def launch(self, blocks: int, pointers: bytes, rest: bytes, tensors, call: Call) -> None:
+    def launch(self, blocks: int, argument: bytes, tensors, call: Call) -> None:
         """Launch `blocks` blocks on torch's current stream of the device, with that device current."""
         if blocks == 0:
             return  # CuPy would launch one block for a grid of zero
@@ -312,13 +381,13 @@ class _Kernel:
             raise compiler.CompileError(Reason("grid", text))
         if self.device.backend == "emulated":
             emulator.load(self.config).launch(
-                self.entry, blocks, self.block[0], self.shared, pointers + rest, tensors=_ranges(tensors, call)
+                self.entry, blocks, self.block[0], self.shared, argument, tensors=_ranges(tensors, call)
             )
         else:
-            self._launch_cuda(blocks, pointers, rest)
+            self._launch_cuda(blocks, argument)
         launched[self.config.kernel] += 1
 
-    def _launch_cuda(self, blocks: int, pointers: bytes, rest: bytes) -> None:
+    def _launch_cuda(self, blocks: int, argument: bytes) -> None:
         index = self.device.index
         if self.function is None:
             self.function = compiler.load(self.config, self.device).function(self.entry, self.shared)
@@ -327,8 +396,7 @@ class _Kernel:
             from cupy.cuda.function import CPointer
 
             thread.arguments = (CPointer(thread.address),)
-        thread.buffer[: _POINTERS.size] = pointers
-        thread.buffer[_POINTERS.size :] = rest
+        thread.buffer[: len(argument)] = argument
         stream = _Stream(torch._C._cuda_getCurrentRawStream(index))
         if torch._C._cuda_getDevice() == index:
             self.function((blocks, 1, 1), self.block, thread.arguments, self.shared, stream)

@@ -68,7 +68,8 @@ def _expanded(call: Call, q, k) -> Call:
         batch, seqlen_q, heads, _ = q.shape
         shape = (batch, heads, seqlen_q, k.shape[1])
         if call.bias is not None:
-            call.bias = call.bias.to(q.dtype).expand(shape)
+            # contiguous, because kernels write its gradient in the strides of the bias
+            call.bias = call.bias.to(q.dtype).contiguous().expand(shape)
         if call.mask is not None:
             call.mask = call.mask.expand(shape)
         if call.key_ranges is not None:

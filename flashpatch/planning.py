@@ -82,7 +82,7 @@ class Matrix:
     cells: dict[tuple[str, str, str, int, str], Cell]  # (kernel, generation, dtype, head_dim, feature)
     # (generation, direction, dtype, head_dim, feature) -> reason
     unsupported: dict[tuple[str, str, str, int, str], str]
-    excludes: tuple[tuple[frozenset[str], str], ...]
+    excludes: tuple[tuple[frozenset[str], frozenset[str], str], ...]  # (features together, directions, reason)
     head_dims: tuple[int, ...]
     tiles: dict[str, dict[int, tuple[dict, ...]]]
 
@@ -129,7 +129,10 @@ def load_matrix(data: dict) -> Matrix:
         kernels=data["kernels"],
         cells=cells,
         unsupported=unsupported,
-        excludes=tuple((frozenset(entry["features"]), entry["reason"]) for entry in data.get("excludes", ())),
+        excludes=tuple(
+            (frozenset(entry["features"]), frozenset(entry.get("directions", DIRECTIONS)), entry["reason"])
+            for entry in data.get("excludes", ())
+        ),
         head_dims=head_dims,
         tiles={
             kernel: {head_dim: tuple(tiles) for head_dim, tiles in table.items()}
@@ -269,7 +272,11 @@ def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], t
 
 
 def _excluded(problem: Problem, matrix: Matrix) -> list[Reason]:
-    return [Reason("excluded", why) for pair, why in matrix.excludes if pair <= problem.features]
+    return [
+        Reason("excluded", why)
+        for together, directions, why in matrix.excludes
+        if together <= problem.features and problem.direction in directions
+    ]
 
 
 def _feature_reasons(problem: Problem, device: Device, wanted, bucket: int, matrix: Matrix) -> list[Reason]:
@@ -358,4 +365,15 @@ def shared_memory(config: Config) -> int:
         return tiles + 8 * m + (8 * m if config.has_key_ranges else 0)
     if config.kernel == "backward_dq":
         return 2 * m * d
+    # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
+    slabs, slabs_v = -(-d // 64), -(-dv // 64)
+    if config.kernel == "forward_sm90":
+        tiles = 128 * (m * slabs + stages * n * (slabs + slabs_v))
+        rings = 16 + 2 * 16 * stages + 32
+        return tiles + -(-rings // 64) * 64 + 2 * 64
+    if config.kernel in ("backward_sm90", "backward_wide_sm90"):
+        tiles = 2 * 2 * 64 * slabs * (n + stages * m) + 2 * stages * n * m
+        statistics_and_barriers = 2 * stages * 4 * m + 1024
+        own = 4 * n * m if config.kernel == "backward_wide_sm90" else 2 * 4 * m * d
+        return tiles + statistics_and_barriers + own
     return 0

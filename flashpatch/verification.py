@@ -531,7 +531,9 @@ def verify_model(
         modules,
         comparisons,
         tokens,
-        sorted({" ".join(key) for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}),
+        sorted(
+            {" ".join(key) for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}
+        ),
         error,
         declined,
         time.perf_counter() - started,

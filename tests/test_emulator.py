@@ -185,6 +185,14 @@ KERNEL(64, 1) adds_in_turn(GRID_CONSTANT P p) {
 KERNEL(64, 1) never_ends(GRID_CONSTANT P p) {
   for (;;) shfl_xor(1, 1);
 }
+KERNEL(64, 1) never_meets(GRID_CONSTANT P p) {
+  for (;;) st_shared(shared_base() + thread_index() * 4, 1.f);
+}
+KERNEL(64, 1) not_initialised(GRID_CONSTANT P p) {
+  float sums[4];
+  for (int i = 0; i < p.n; ++i) sums[i] = 0.f;
+  st_global(p.out + thread_index(), sums[lane_index() & 3] + 1.f);
+}
 KERNEL(64, 1) votes(GRID_CONSTANT P p) {
   const bool any = vote_any(thread_index() == 40), all = vote_all(thread_index() != 40);
   const bool block = sync_block_or(thread_index() == 40);
@@ -264,6 +272,11 @@ def test_correct_kernels_pass(folder, seed):
 
 def test_shared_memory_starts_as_nan(run):
     assert run("poison").isnan().all()
+
+
+@pytest.mark.skipif(not emulator._pattern_flags(emulator._compiler()), reason="the compiler has no pattern for this")
+def test_uninitialised_accumulators_are_not_zero(run):
+    assert (run("not_initialised").abs() > 1e10).all() or run.out.isnan().all()
 
 
 # ---- order ----
@@ -416,6 +429,7 @@ def test_deadlock_says_who_waits_where(run):
 def test_time_limit(run, monkeypatch):
     monkeypatch.setenv("FLASHPATCH_EMULATION_SECONDS", "0.2")
     assert "does not end" in fault(run, "never_ends").what
+    assert "does not end" in fault(run, "never_meets").what
 
 
 def test_launch_again_after_an_error(run):

@@ -20,6 +20,7 @@ LAYERS = [
     {"masks"},
     {"planning"},
     {"compiler", "emulator", "cases"},
+    {"tensor_maps"},
     {"launcher", "fallback"},
     {"execution"},
     {"ops"},

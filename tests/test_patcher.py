@@ -193,7 +193,7 @@ def test_keywords_that_would_be_wrong_results_are_refused(keyword):
 
 def test_unknown_keywords_are_refused_or_named():
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(DeclinedError, match="kwarg_unknown.*sharpness"):
+    with pytest.raises(DeclinedError, match=r"kwarg_unknown.*sharpness"):
         patcher.attention_function(Bare(), q, q, q, None, sharpness=2.0)
     patcher.attention_function(Bare(), q, q, q, None, sharpness=None)
     model = BY_NAME["llama"].model()

@@ -44,8 +44,8 @@ def generated(model, inputs, **options):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("tiny", GENERATING, ids=lambda tiny: tiny.name)
 def test_generated_tokens_equal_eager(tiny, cache):
-    if cache == "static" and tiny.name in ("t5", "doge"):
-        pytest.skip("not a static cache's model in transformers")
+    if cache == "static" and tiny.name in ("t5", "doge", "llama4"):
+        pytest.skip("transformers itself cannot give this model a static cache")
     model, inputs = tiny.model(), tiny.inputs()
     if tiny.decoder:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

@@ -144,7 +144,9 @@ def inputs_of(case: Case) -> Inputs:
     full = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
     keywords = {}
     if "key_ranges" in case.features:
-        ends = torch.randint(0, case.seqlen_k + 1, (case.batch, case.seqlen_q, 2), generator=generator, dtype=torch.int32)
+        ends = torch.randint(
+            0, case.seqlen_k + 1, (case.batch, case.seqlen_q, 2), generator=generator, dtype=torch.int32
+        )
         keywords["key_ranges"] = ends.sort(-1).values
         keywords["key_ranges"][:, ::7] = 0
     if "mask" in case.features:
@@ -221,6 +223,7 @@ def run(case: Case, patch, monkeypatch):
         return kernels[-1]
 
     real_load = emulator.load
+    monkeypatch.setenv("FLASHPATCH_EMULATION_SECONDS", "60")  # a bug may loop for ever
     monkeypatch.setattr(launcher.emulator, "load", load)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)  # fills what nobody wrote with NaN
@@ -231,7 +234,9 @@ def run(case: Case, patch, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         monkeypatch.setattr(launcher.emulator, "load", real_load)
-    conflicts = {place: n for kernel in kernels for place, n in kernel.last.bank_conflicts.items() if "ldmatrix" in place[0]}
+    conflicts = {
+        place: n for kernel in kernels for place, n in kernel.last.bank_conflicts.items() if "ldmatrix" in place[0]
+    }
     return faults or (f"bank conflicts {conflicts}" if conflicts else None)
 
 
@@ -335,13 +340,7 @@ BUGS = [
     Bug("forward_sm80.cu", "swapped stage", "load_k(n_next, stage ^ 1)", "load_k(n_next, stage)", "PLAIN"),
     Bug("forward_sm80.cu", "swapped stage", "down_first(v_smem(stage), 0, 0)", "down_first(v_smem(stage ^ 1), 0, 0)", "PLAIN"),
     Bug("forward_sm80.cu", "head mapping", "head / (p.num_heads_q / p.num_heads_kv)", "head % p.num_heads_kv", "PLAIN"),
-    Bug(
-        "forward_sm80.cu",
-        "32-bit offset",
-        "(i64)m_block * kBlockM * p.q_stride_row",
-        "(i64)(int)((u32)(m_block * kBlockM) * (u32)p.q_stride_row)",
-        "HUGE",
-    ),
+    Bug("seqlen.cuh", "32-bit offset", "first + row * stride", "first + (i64)(int)((u32)row * (u32)stride)", "HUGE"),
     Bug("forward_sm80.cu", "past the end", "j_lane == 0 && i < sequence.q_length", "j_lane == 0", "PLAIN"),
     Bug("forward_sm80.cu", "stale block", "n_first = keys.any.begin / kBlockN", "n_first = keys.any.begin / kBlockN + 1", "WINDOW"),
     Bug("forward_sm80.cu", "dropped feature", "if constexpr (kHasDropout) drop(", "if constexpr (false) drop(", "DROPOUT"),
@@ -363,7 +362,7 @@ BUGS = [
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal + s.window_left + 1)", "j - s.diagonal + s.window_left)", "BACKWARD_WINDOW"),
     Bug("mask.cuh", "skipped block", "first - s.diagonal - s.window_right) / kBlockM", "first - s.diagonal - s.window_right) / kBlockM + 1", "BACKWARD_CAUSAL"),
-    Bug("mask.cuh", "swapped strides", "i * p.mask_stride_row + j * p.mask_stride_column", "j * p.mask_stride_row + i * p.mask_stride_column", "MASK"),
+    Bug("mask.cuh", "swapped strides", "first = mask + (i * p.mask_stride_row + j *", "first = mask + (j * p.mask_stride_row + i *", "MASK"),
     Bug("mask.cuh", "NaN let through", "(~pair & kExponent) == 0 || ", "", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // everybody has looked", "// everybody has looked", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // zeroed", "// zeroed", "MASK"),
@@ -371,7 +370,7 @@ BUGS = [
     # scores
     Bug("scores.cuh", "sign", "x -= scores.slope_log2", "x += scores.slope_log2", "SCORES"),
     Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "SCORES"),
-    Bug("scores.cuh", "swapped strides", "i * p.bias_stride_row + j * p.bias_stride_column", "j * p.bias_stride_row + i * p.bias_stride_column", "SCORES"),
+    Bug("scores.cuh", "swapped strides", "first = scores.bias + (i * p.bias_stride_row + j *", "first = scores.bias + (j * p.bias_stride_row + i *", "SCORES"),
     Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
     Bug("scores.cuh", "dropout counter", "{(u32)j >> 1,", "{(u32)j >> 2,", "DROPOUT"),
     # sequences
@@ -379,9 +378,9 @@ BUGS = [
     Bug("seqlen.cuh", "keys in use", "smaller(s.k_length, larger(ld_global(p.seqused_k + batch), 0))", "s.k_length", "VARLEN"),
     Bug("seqlen.cuh", "start of a sequence", "s.k_start = begin;", "s.k_start = 0;", "VARLEN"),
     # tiles
-    Bug("tile.cuh", "swizzle on one side", "(lane_address ^ ((chunk & T::kSwizzle) << 4))", "(lane_address + ((chunk & T::kSwizzle) << 4))", "PLAIN"),
+    Bug("tile.cuh", "swizzle on one side", "(lane_offset ^ ((chunk", "(lane_offset + ((chunk", "PLAIN"),
     Bug("tile.cuh", "no swizzle at all", "(chunk ^ ((row / kRowsPerStep) & kSwizzle))", "chunk", "PLAIN"),
-    Bug("tile.cuh", "alignment", "(n & 1)) + t * 4, packed", "(n & 1)) + t * 2, packed", "PLAIN"),
+    Bug("tile.cuh", "alignment", "(n & 1)) + t * 4,", "(n & 1)) + t * 2,", "PLAIN"),
     Bug("tile.cuh", "transposition", "ldmatrix_x4_trans(b_frag", "ldmatrix_x4(b_frag", "PLAIN"),
     Bug("tile.cuh", "matrix order", "chunk + (lane_index() >> 4))", "chunk + ((lane_index() >> 3) & 1))", "PLAIN"),
     Bug("tile.cuh", "past the end", "(u32)(row - row_begin) < rows && ", "", "PLAIN"),
@@ -396,7 +395,7 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
-    Bug("backward_sm80.cu", "missing scale", "dk_frag[m][n][e] *= p.softmax_scale;", "{}", "BACKWARD"),
+    Bug("backward_sm80.cu", "missing scale", "scale(dk_frag, p.softmax_scale);", "", "BACKWARD"),
     Bug("backward_sm80.cu", "missing delta", "dp = s * (dp - (e & 1 ? delta.y : delta.x));", "dp = s * dp;", "BACKWARD"),
     Bug("backward_sm80.cu", "logsumexp base", "row_logsumexp = logsumexp * kLog2e", "row_logsumexp = logsumexp", "BACKWARD"),
     Bug("backward_sm80.cu", "head mapping", "head = position.head * group + block.head", "head = position.head + block.head * p.num_heads_kv", "BACKWARD"),

@@ -93,10 +93,14 @@ void run_vote(void* const (&arguments)[kLanes], Site site) {
   for (u32 lane = 0; lane < kLanes; ++lane) *static_cast<u32*>(arguments[lane]) = ballot;
 }
 
-void run_shfl_lane_0(void* const (&arguments)[kLanes], Site site) {
+void run_shfl_index(void* const (&arguments)[kLanes], Site site) {
   count("shfl", site);
-  const u32 value = *static_cast<const u32*>(arguments[0]);
-  for (u32 lane = 0; lane < kLanes; ++lane) *static_cast<u32*>(arguments[lane]) = value;
+  u32 values[kLanes];
+  for (u32 lane = 0; lane < kLanes; ++lane) values[lane] = static_cast<const ShflArguments*>(arguments[lane])->value;
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    auto* argument = static_cast<ShflArguments*>(arguments[lane]);
+    argument->value = values[argument->mask & 31];
+  }
 }
 
 void run_elect(void* const (&arguments)[kLanes], Site site) {
@@ -150,7 +154,7 @@ const Collective kLdmatrix{"ldmatrix_x4", run_ldmatrix<false>};
 const Collective kLdmatrixTrans{"ldmatrix_x4_trans", run_ldmatrix<true>};
 const Collective kShflXor{"shfl_xor", run_shfl};
 const Collective kVote{"vote", run_vote};
-const Collective kShflLane0{"shfl", run_shfl_lane_0};
+const Collective kShflIndex{"shfl", run_shfl_index};
 const Collective kElect{"elect", run_elect};
 const Collective kStmatrix{"stmatrix_x4", run_stmatrix<false>};
 const Collective kStmatrixTrans{"stmatrix_x4_trans", run_stmatrix<true>};
@@ -185,9 +189,10 @@ void sync_warp(Site site) { rendezvous(kSyncWarp, nullptr, site); }
 
 void sync_lanes(Site site) { rendezvous(kMeet, nullptr, site); }
 
-u32 shfl_lane_0(u32 value, Site site) {
-  rendezvous(kShflLane0, &value, site);
-  return value;
+u32 shfl(u32 value, int lane, Site site) {
+  ShflArguments arguments{value, lane};
+  rendezvous(kShflIndex, &arguments, site);
+  return arguments.value;
 }
 
 bool elect(Site site) {

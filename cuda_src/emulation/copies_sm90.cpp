@@ -99,7 +99,7 @@ void land_store(const Copy& copy) {
       }
     } else {
       for (u32 i = 0; i < run.bytes; i += 4) {
-        u8* to = global_write(copy.instruction, reinterpret_cast<void*>(run.global + i), 4, copy.site);
+        u8* to = global_write(copy.instruction, reinterpret_cast<void*>(run.global + i), 4, 4, copy.site);
         __builtin_memcpy(to, shared_host(swizzled(run.shared + i, copy.swizzle_bytes)), 4);
       }
     }

@@ -144,8 +144,8 @@ void release(u64 address) {
   releases[address].push_back(std::move(entry));
 }
 
-u8* write(const char* instruction, void* pointer, u32 bytes, Kind kind, Site site) {
-  const GlobalRange* range = check_global(instruction, pointer, bytes, bytes, site);
+u8* write(const char* instruction, void* pointer, u32 bytes, u32 alignment, Kind kind, Site site) {
+  const GlobalRange* range = check_global(instruction, pointer, bytes, alignment, site);
   if (range && !range->writable) fail(site, "%s writes to %s, which this launch only reads", instruction, range->name);
   const u16 index = count(instruction, site);
   note_write(instruction, reinterpret_cast<u64>(pointer), bytes, kind, index, site);
@@ -168,15 +168,15 @@ void global_source(const char* instruction, const void* pointer, u32 bytes, u32 
   check_read(instruction, reinterpret_cast<u64>(pointer), bytes, site);
 }
 
-const u8* global_read(const char* instruction, const void* pointer, u32 bytes, Site site) {
-  check_global(instruction, pointer, bytes, bytes, site);
+const u8* global_read(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site) {
+  check_global(instruction, pointer, bytes, alignment, site);
   count(instruction, site);
   check_read(instruction, reinterpret_cast<u64>(pointer), bytes, site);
   return static_cast<const u8*>(pointer);
 }
 
-const u8* global_read_only(const char* instruction, const void* pointer, u32 bytes, Site site) {
-  const GlobalRange* range = check_global(instruction, pointer, bytes, bytes, site);
+const u8* global_read_only(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site) {
+  const GlobalRange* range = check_global(instruction, pointer, bytes, alignment, site);
   count(instruction, site);
   const u64 address = reinterpret_cast<u64>(pointer);
   for (u64 word = address & ~3ull; word < address + bytes; word += 4)
@@ -186,12 +186,12 @@ const u8* global_read_only(const char* instruction, const void* pointer, u32 byt
   return static_cast<const u8*>(pointer);
 }
 
-u8* global_write(const char* instruction, void* pointer, u32 bytes, Site site) {
-  return write(instruction, pointer, bytes, Kind::kStore, site);
+u8* global_write(const char* instruction, void* pointer, u32 bytes, u32 alignment, Site site) {
+  return write(instruction, pointer, bytes, alignment, Kind::kStore, site);
 }
 
 float* global_add(const char* instruction, float* pointer, u32 bytes, Site site) {
-  return reinterpret_cast<float*>(write(instruction, pointer, bytes, Kind::kAddition, site));
+  return reinterpret_cast<float*>(write(instruction, pointer, bytes, bytes, Kind::kAddition, site));
 }
 
 int global_acquire(const char* instruction, const int* pointer, Site site) {
@@ -215,7 +215,7 @@ void global_release_add(const char* instruction, int* pointer, int value, Site s
 // Counters that hand out work: whoever adds later knows of whoever added earlier.
 u32 atomic_add(u32* pointer, u32 value, Site site) {
   acquire(reinterpret_cast<u64>(pointer));
-  auto* word = reinterpret_cast<u32*>(write("atomic_add_global", pointer, 4, Kind::kAddition, site));
+  auto* word = reinterpret_cast<u32*>(write("atomic_add_global", pointer, 4, 4, Kind::kAddition, site));
   release(reinterpret_cast<u64>(pointer));
   const u32 before = *word;
   *word += value;

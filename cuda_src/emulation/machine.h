@@ -44,11 +44,11 @@ bool sync_block_or(bool predicate, Site site);
 void sync_warp(Site site);
 
 // ---- memory: each call checks bounds, alignment and order, and returns where the bytes are on the host ----
-const u8* shared_read(const char* instruction, u32 address, u32 bytes, Site site);
-u8* shared_write(const char* instruction, u32 address, u32 bytes, Site site);
-const u8* global_read(const char* instruction, const void* pointer, u32 bytes, Site site);
-const u8* global_read_only(const char* instruction, const void* pointer, u32 bytes, Site site);  // never written by the launch
-u8* global_write(const char* instruction, void* pointer, u32 bytes, Site site);
+const u8* shared_read(const char* instruction, u32 address, u32 bytes, u32 alignment, Site site);
+u8* shared_write(const char* instruction, u32 address, u32 bytes, u32 alignment, Site site);
+const u8* global_read(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site);
+const u8* global_read_only(const char* instruction, const void* pointer, u32 bytes, u32 alignment, Site site);  // never written by the launch
+u8* global_write(const char* instruction, void* pointer, u32 bytes, u32 alignment, Site site);
 float* global_add(const char* instruction, float* pointer, u32 bytes, Site site);  // where to add, one atom per float
 int global_acquire(const char* instruction, const int* pointer, Site site);
 void global_release_add(const char* instruction, int* pointer, int value, Site site);

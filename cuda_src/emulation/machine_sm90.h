@@ -17,7 +17,7 @@ constexpr u64 kTensorMapMagic = 0x70616d726f736e65ull;
 
 // ---- roles ----
 u32 grid_size();
-u32 shfl_lane_0(u32 value, Site site);
+u32 shfl(u32 value, int lane, Site site);
 bool elect(Site site);
 void set_max_registers(u32 registers, bool increase, Site site);
 u32 atomic_add(u32* pointer, u32 value, Site site);

@@ -22,7 +22,7 @@ struct Write {
 
 struct Reads {
   u32 time;   // of the earliest of these lanes' latest reads: never too late, so never a false alarm
-  u32 lanes;
+  u32 lanes;  // 0: by the warp as one (wgmma); whoever knows of a lane since then knows of it
   u16 record;
   u8 bytes;
 };
@@ -84,6 +84,7 @@ void check_after_write(const char* instruction, Site site, u32 word, u8 bytes, c
 
 // Whether the thread knows of all these reads; if not, which lane's it does not.
 bool knows_of(const Reads& r, const u32* knows_warp, u32& unknown_lane) {
+  if (r.lanes == 0) return *std::max_element(knows_warp, knows_warp + kLanes) >= r.time;
   if (r.lanes == ~0u) {
     u32 least = ~0u;
     for (u32 lane = 0; lane < kLanes; ++lane) least = std::min(least, knows_warp[lane]);
@@ -312,14 +313,26 @@ void order_finish_read(u32 warp, u32 address, u32 bytes) {
   for (u32 word = begin; word < begin + bytes / 4; ++word) {
     Reads& r = reads[static_cast<size_t>(warp) * words + word];
     if (r.time != kInFlight) continue;
-    for (u32 left = r.lanes; left; left &= left - 1)
-      r.time = std::min(r.time, clock_of(warp * kLanes + static_cast<u32>(__builtin_ctz(left))));
+    const bool by_warp = r.lanes == ~0u;
+    r.time = clock_of(warp * kLanes + static_cast<u32>(__builtin_ctz(r.lanes)));
+    if (by_warp) r.lanes = 0;
   }
 }
 
 void order_resume_read(u32 warp, u32 address, u32 bytes) {
   const u32 begin = (address - kSharedBase) / 4;
-  for (u32 word = begin; word < begin + bytes / 4; ++word) reads[static_cast<size_t>(warp) * words + word].time = kInFlight;
+  for (u32 word = begin; word < begin + bytes / 4; ++word) {
+    Reads& r = reads[static_cast<size_t>(warp) * words + word];
+    r.time = kInFlight;
+    r.lanes = ~0u;
+  }
+}
+
+// The lanes are at one place in time, though they do not see each other's accesses.
+void order_align_clocks(u32 warp) {
+  u32 threads[kLanes];
+  for (u32 lane = 0; lane < kLanes; ++lane) threads[lane] = warp * kLanes + lane;
+  advance_together(threads, kLanes);
 }
 
 }  // namespace emulation

@@ -46,11 +46,11 @@ DEVICE u32 block_index() { return emulation::block_index; }
 DEVICE u32 shared_base() { return emulation::kSharedBase; }
 template <class T> DEVICE T ld_shared(u32 address, SITE) {
   T value;
-  __builtin_memcpy(&value, emulation::shared_read("ld_shared", address, sizeof(T), site), sizeof(T));
+  __builtin_memcpy(&value, emulation::shared_read("ld_shared", address, sizeof(T), alignof(T), site), sizeof(T));
   return value;
 }
 template <class T> DEVICE void st_shared(u32 address, T value, SITE) {
-  __builtin_memcpy(emulation::shared_write("st_shared", address, sizeof(T), site), &value, sizeof(T));
+  __builtin_memcpy(emulation::shared_write("st_shared", address, sizeof(T), alignof(T), site), &value, sizeof(T));
 }
 DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address, SITE) { emulation::ldmatrix(r, address, false, site); }
 DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address, SITE) { emulation::ldmatrix(r, address, true, site); }
@@ -58,16 +58,16 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address, SITE) { emulation::ldmat
 // ---- global memory ----
 template <class T> DEVICE T ld_global(const T* pointer, SITE) {
   T value;
-  __builtin_memcpy(&value, emulation::global_read_only("ld_global", pointer, sizeof(T), site), sizeof(T));
+  __builtin_memcpy(&value, emulation::global_read_only("ld_global", pointer, sizeof(T), alignof(T), site), sizeof(T));
   return value;
 }
 template <class T> DEVICE T ld_global_coherent(const T* pointer, SITE) {
   T value;
-  __builtin_memcpy(&value, emulation::global_read("ld_global_coherent", pointer, sizeof(T), site), sizeof(T));
+  __builtin_memcpy(&value, emulation::global_read("ld_global_coherent", pointer, sizeof(T), alignof(T), site), sizeof(T));
   return value;
 }
 template <class T> DEVICE void st_global(T* pointer, T value, SITE) {
-  __builtin_memcpy(emulation::global_write("st_global", pointer, sizeof(T), site), &value, sizeof(T));
+  __builtin_memcpy(emulation::global_write("st_global", pointer, sizeof(T), alignof(T), site), &value, sizeof(T));
 }
 DEVICE void red_add_global(float* pointer, float value, SITE) {
   *emulation::global_add("red_add_global", pointer, 4, site) += value;
@@ -118,6 +118,7 @@ DEVICE float exp2_approx(float x) {
 DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
 DEVICE float rcp_approx(float x) { return 1.0f / x; }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
+DEVICE float minimum(float a, float b) { return fminf(a, b); }
 DEVICE float tanh_approx(float x) { return __builtin_tanhf(x); }
 template <bool kIsBf16> DEVICE u32 pack(float low, float high) {
   return emulation::narrow<kIsBf16>(low) | emulation::narrow<kIsBf16>(high) << 16;

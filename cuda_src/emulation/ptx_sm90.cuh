@@ -8,7 +8,10 @@
 static_assert(sizeof(emulation::TensorMapFields) <= sizeof(TensorMap), "fits where the real map lies");
 
 // ---- roles ----
-DEVICE int uniform(int value, SITE) { return static_cast<int>(emulation::shfl_lane_0(static_cast<u32>(value), site)); }
+DEVICE int uniform(int value, SITE) { return static_cast<int>(emulation::shfl(static_cast<u32>(value), 0, site)); }
+DEVICE float shfl(float value, int lane, SITE) {
+  return emulation::float_of(emulation::shfl(emulation::bits_of(value), lane, site));
+}
 DEVICE bool elect(SITE) { return emulation::elect(site); }
 DEVICE u32 grid_size() { return emulation::grid_size(); }
 template <int kRegisters> DEVICE void setmaxnreg_inc(SITE) { emulation::set_max_registers(kRegisters, true, site); }
@@ -75,6 +78,7 @@ template <int kPending> DEVICE void wgmma_wait(SITE) { emulation::wgmma_wait(kPe
 // Holds back an optimiser that does not know wgmma; here the wait is a call like any other.
 template <int kCount> DEVICE void pin(float (&)[kCount]) {}
 template <int kCount> DEVICE void pin(u32 (&)[kCount]) {}
+DEVICE void hold(float, u32) {}
 
 template <int N, bool kIsBf16, bool kTransA, bool kTransB>
 DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, bool accumulate, SITE) {

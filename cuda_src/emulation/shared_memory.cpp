@@ -24,8 +24,8 @@ void land(u32 thread, const PendingCopy& copy) {
 
 }  // namespace
 
-const u8* shared_read(const char* instruction, u32 address, u32 bytes, Site site) {
-  check_shared(instruction, address, bytes, bytes, site);
+const u8* shared_read(const char* instruction, u32 address, u32 bytes, u32 alignment, Site site) {
+  check_shared(instruction, address, bytes, alignment, site);
   const u16 index = count(instruction, site);
   order_read(instruction, index, address, bytes, site);
   banks_note(index, address, bytes);
@@ -38,8 +38,8 @@ const u8* shared_read_by_warp(const char* instruction, u16 index, u32 address, u
   return shared_host(address);
 }
 
-u8* shared_write(const char* instruction, u32 address, u32 bytes, Site site) {
-  check_shared(instruction, address, bytes, bytes, site);
+u8* shared_write(const char* instruction, u32 address, u32 bytes, u32 alignment, Site site) {
+  check_shared(instruction, address, bytes, alignment, site);
   const u16 index = count(instruction, site);
   order_write(instruction, index, address, bytes, site);
   banks_note(index, address, bytes);

@@ -84,6 +84,7 @@ inline Warp& warp_of(const Thread& thread) { return machine.warps[thread.identit
 
 // ---- scheduler ----
 u32 random_below(u32 bound);
+void check_clock(Site site);  // at every instruction: a loop that never ends is an error in the end
 void sync_lanes(Site site);  // the warp meets, nothing else
 void suspend(State state, const char* waits_for, Site site);
 void wake(Thread& thread);
@@ -92,6 +93,7 @@ void finish_barrier_if_complete();
 inline Thread& lane_of_running_warp(u32 lane) { return machine.threads[machine.running->identity.warp * kLanes + lane]; }
 
 std::string describe(Site site);          // "forward_sm80.cu:88"
+std::string who_waits_where();            // of all threads that have not exited
 std::string lanes_text(u32 lanes);        // "0-7,9"
 
 // ---- counters: one record per instruction and place in the source ----
@@ -108,6 +110,7 @@ SiteRecord& record(u32 index);
 void reset_records();
 u32 all_records(const SiteRecord** first);
 inline u16 count(const char* instruction, Site site) {
+  check_clock(site);
   const u32 index = record_index(instruction, site);
   ++record(index).executions;
   return static_cast<u16>(index);

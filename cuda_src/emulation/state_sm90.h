@@ -20,6 +20,7 @@ u32 order_engine_land(u32 address, u32 bytes);
 void order_engine_done(std::vector<u32>& carrier);
 void order_begin_read(const char* instruction, u16 index, u32 address, u32 bytes, u32 lanes, Site site);
 void order_finish_read(u32 warp, u32 address, u32 bytes);
+void order_align_clocks(u32 warp);
 void order_resume_read(u32 warp, u32 address, u32 bytes);
 
 // ---- barriers_sm90.cpp ----

@@ -11,7 +11,7 @@
 namespace emulation {
 namespace {
 
-constexpr u32 kInFlightBits = 0xffffaaaau;  // a NaN that no computation makes
+constexpr u32 kInFlightBits = 0xffaaaaaau;  // a signalling NaN: whatever computes with it leaves another one
 constexpr u32 kWarpsPerGroup = 4;
 
 struct Arguments {
@@ -236,6 +236,7 @@ void run_wait(void* const (&arguments)[kLanes], Site site) {
   WarpState& state = running_state();
   const u32 pending = *static_cast<const u32*>(arguments[0]), warp = machine.running->identity.warp;
   state.fenced = false;
+  order_align_clocks(warp);
   while (state.closed.size() > pending) {
     for (const Product& p : state.closed.front()) {
       land(p, state);
@@ -262,6 +263,12 @@ void wgmma_begin_block() {
 }
 
 void wgmma_end_block() {
+  for (u32 warp = 0; warp < machine.num_warps; ++warp) {
+    const auto& log = issues[warp / kWarpsPerGroup];
+    if (const u32 issued = states[warp].issued; issued != log.size())
+      fail(log[issued].site, "the warps of warpgroup %u do not issue the same wgmma: warp %u leaves this one out",
+           warp / kWarpsPerGroup, warp);
+  }
   for (const WarpState& state : states) {
     for (const Product& p : state.open) fail(p.site, "the block ended with this product uncommitted");
     for (const auto& group : state.closed)

@@ -1,0 +1,70 @@
+// Before the Hopper backward: delta = rowsum(dout * out) - dlogsumexp, and every record of the workspace (workspace_sm90.cuh):
+// dq = 0, logsumexp in base 2, -delta; its turn counter = 0.
+// Assumes unit last strides, 16-byte aligned rows. Also stores delta as it is where Params.delta is given (sinks need it).
+// Grid: m_blocks * num_heads_q * batch, kNumWarps warps, kBlockM rows a CTA.
+#include "workspace_sm90.cuh"
+
+constexpr int kSharedMemory = 0;
+constexpr int kChunks = kHeadDim / 8;                                     // 16-byte pieces of a row
+constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;        // lanes to a row, a power of two for the shuffles
+constexpr int kRowsPerPass = kThreads / kLanes, kPasses = kBlockM / kRowsPerPass;
+constexpr float kLog2e = 1.4426950408889634f;
+static_assert(kPasses * kRowsPerPass == kBlockM && kDqFloats % (4 * kThreads) == 0, "whole passes");
+
+DEVICE float dot(U32x4 a, U32x4 b) {
+  const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const F32x2 u = unpack<kIsBf16>(x[i]), w = unpack<kIsBf16>(y[i]);
+    sum += u.x * w.x + u.y * w.y;
+  }
+  return sum;
+}
+
+KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
+  const Position position = position_of(block_index(), p.m_blocks, p.num_heads_q);
+  const Sequence sequence = sequence_of(p, position.batch);
+  const int first = position.block * kBlockM;
+  if (first >= sequence.q_length) return;
+  const u32 record = record_of(p, first_query_block(p, sequence) + position.block, position.head);
+
+  // All loads first: the kernel is as fast as memory only with many of them under way.
+  const Rows<u16> out = out_of(p, sequence, position.head);
+  const Rows<const u16> dout = dout_of(p, sequence, position.head);
+  const int chunk = thread_index() % kLanes, row = thread_index() / kLanes;
+  U32x4 out_frag[kPasses], dout_frag[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int i = first + row + pass * kRowsPerPass;
+    out_frag[pass] = dout_frag[pass] = U32x4{0, 0, 0, 0};
+    if (i < sequence.q_length && chunk * 8 < p.head_dim_v) {
+      out_frag[pass] = ld_global((const U32x4*)(out.from(i).first + chunk * 8));
+      dout_frag[pass] = ld_global((const U32x4*)(dout.from(i).first + chunk * 8));
+    }
+  }
+
+  float* dq = dq_sums(p, record);
+#pragma unroll
+  for (int i = 0; i < kDqFloats / (4 * kThreads); ++i) st_global((F32x4*)dq + (i * kThreads + thread_index()), F32x4{0.f, 0.f, 0.f, 0.f});
+  if (p.dq_turns && thread_index() == 0) st_global(p.dq_turns + record, 0);
+
+  const i64 statistics = statistics_offset(p, sequence, position.head);
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    float delta = dot(out_frag[pass], dout_frag[pass]);
+#pragma unroll
+    for (int lanes = kLanes / 2; lanes > 0; lanes >>= 1) delta += shfl_xor(delta, lanes);
+    if (chunk == 0) {
+      const int local = row + pass * kRowsPerPass, i = first + local;
+      float logsumexp = negative_infinity();
+      if (i < sequence.q_length) {
+        logsumexp = ld_global(p.logsumexp + statistics + i);
+        if (p.dlogsumexp) delta -= ld_global(p.dlogsumexp + statistics + i);
+        if (p.delta) st_global(p.delta + statistics + i, delta);
+      }
+      st_global(logsumexp_rows(p, record) + local, logsumexp == negative_infinity() ? -negative_infinity() : logsumexp * kLog2e);
+      st_global(negative_delta_rows(p, record) + local, i < sequence.q_length ? -delta : 0.f);
+    }
+  }
+}

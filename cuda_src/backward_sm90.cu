@@ -1,0 +1,210 @@
+// Attention backward for Hopper, head dims up to 128: dk and dv of 128 keys per CTA, and their part of dq.
+// Assumes attention_backward_prepare_sm90 has run, unit last strides, 16-byte aligned rows, softmax_scale > 0; q, k, v and dout are
+// tensor maps with boxes of 64 columns and kBlockM (q, dout) or kBlockN (k, v) rows, see origin_of in backward_sm90.cuh.
+// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to the workspace's dq.
+// Grid: n_blocks * num_heads_kv * batch, kNumWarps = 12.
+//
+// Warpgroup 0 issues the loads. Warpgroups 1 and 2 own 64 keys each and go through the query blocks j of all query heads of their group:
+//   S^T = K Q^T, dP^T = V dO^T, P^T = exp2(S^T - logsumexp), dV += P^T dO, dS^T = P^T (dP^T - delta), dK += dS^T Q
+// with P^T and dS^T as register operands. dS^T also goes to shared memory, for dQ = dS K over all 128 keys.
+// Shared memory is the bottleneck (S and dP read both operands from it as fast as it can deliver), so everything else that needs it
+// is placed where it waits least: a warp's loads and stores queue behind the wgmma it has issued. A step is, with what runs meanwhile:
+//   dP_j starts | S_j done | P_j | both warpgroups finished step j - 1 | dP_j done
+//   dV_j starts | dS_j, logsumexp of j + 1 | dK_j starts | fence, the staged dQ_{j-2} is added | both done
+//   dQ_{j-1}, by the warpgroups in turns, staged | S_{j+1} starts
+#include "backward_sm90.cuh"
+
+constexpr int kWarpDqBytes = kWarpDqFloats * 4;
+// Beside what both backwards have: dS^T stages | dQ of each warp.
+constexpr int kDsOffset = kOwnOffset, kDqOffset = kDsOffset + 2 * ScoreTile::kBytes;
+constexpr int kStepDone = kOwnBarriers;
+constexpr int kSharedMemory = kDqOffset + kConsumerWarps * kWarpDqBytes;
+// 128 queries a step leave no registers for P^T in fp32 between dV and dS.
+constexpr bool kKeepsP = kBlockM == 64;
+static_assert(kBlockN == 128 && kNumWarps == 12, "64 keys to each of two warpgroups");
+static_assert(kBlockM == 64 || kBlockM == 128 && kHeadDim == 64 && !kHasSoftcap, "accumulators in 240 registers");
+
+KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
+  const Params& p = params.common;
+  const Position position = key_block_of(p, block_index());
+  const Sequence sequence = sequence_of(p, position.batch);
+  const int n_block = position.block, first_key = n_block * kBlockN;
+  if (first_key >= sequence.k_rows) return;
+
+  const SharedMemory smem = {shared_base()};
+  if (thread_index() == 0) {
+    smem.init_barriers();
+    mbarrier_init(smem.barrier(kStepDone), kConsumerWarps);
+    fence_mbarrier_init();  // TMA arrives at initialised barriers
+  }
+  sync_block();  // nobody waits at a barrier that is not initialised
+
+  const int warpgroup = uniform(thread_index() / 128) - 1;
+  Walk walk(p, sequence, position.head, n_block);
+  if (warpgroup < 0) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (thread_index() == 0) produce(params, sequence, smem, walk, position.head, first_key);
+    return;
+  }
+
+  setmaxnreg_inc<kConsumerRegisters>();
+  const int warp = warp_index() & 3, lane = lane_index();
+  const int warp_row = warpgroup * 64 + warp * 16;
+  const Operand k_keys = smem.k().operand(warpgroup * 64), v_keys = smem.v().operand(warpgroup * 64), k_all = smem.k().operand();
+  const Operand q = smem.q(0).operand(), dout = smem.dout(0).operand(), ds = ScoreTile{smem.base + kDsOffset}.operand();
+  const auto at_stage = [](Operand first, int stage, int bytes) { return Operand{first.low + stage * (bytes / 16)}; };
+  const auto q_at = [&](int stage) { return at_stage(q, stage, QueryTile::kBytes); };
+  const auto dout_at = [&](int stage) { return at_stage(dout, stage, QueryTile::kBytes); };
+  const auto ds_at = [&](int stage) { return at_stage(ds, stage, ScoreTile::kBytes); };
+  const u32 dq_smem = smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
+  const Scores scores = scores_of(p, sequence, position.head);
+  const KeyMask mask(sequence, first_key + warpgroup * 64);
+  const auto arrive = [&](u32 at) {  // once a warp, for all its lanes
+    sync_warp();
+    if (lane == 0) mbarrier_arrive(at);
+  };
+
+  float dk_frag[kHeadDim / 2], dv_frag[kHeadDim / 2];             // [64 keys, kHeadDim]
+  float s_frag[kBlockM / 2], dp_frag[kBlockM / 2];                // [64 keys, kBlockM]: S^T, then P^T; dP^T
+  u32 p_frag[kBlockM / 4], ds_frag[kBlockM / 4];                  // P^T and dS^T as A operands
+  float logsumexp[kBlockM / 4];
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) dk_frag[i] = dv_frag[i] = 0.f;
+
+  int step = 0;                                                   // stage step % 2, phase step / 2 % 2
+  const auto load_logsumexp = [&](int step) {
+    mbarrier_wait(smem.barrier(kQFull, step & 1), step >> 1 & 1);      // read after write: Q and logsumexp of the step are there
+    load_statistics(logsumexp, smem.logsumexp(step & 1));
+  };
+  const auto issue_scores = [&] {
+    wgmma_fence();
+    issue_multiply_transposed<KeyTile, QueryTile>(s_frag, k_keys, q_at(step & 1));
+  };
+
+  // dQ is staged by one step's end and added after the next step's fence, which the copy engine needs.
+  constexpr u32 kNone = ~0u;
+  u32 previous = kNone, staged = kNone, added = kNone;            // records
+  int previous_m = 0, staged_turn = 0;
+  const auto finish_add = [&] {                                   // lane 0
+    if constexpr (kDeterministic) {
+      bulk_wait<0>();                                             // the sums are in memory, the next key block may add
+      if (added != kNone) pass_turn(p, added);
+      added = kNone;
+    } else {
+      bulk_wait_read<0>();                                        // write after read: the copy engine has read dq_smem
+    }
+  };
+  const auto add_staged = [&] {
+    fence_proxy_async();                                          // dS_j for wgmma, the staged dQ for the copy engine
+    sync_warp();
+    if (lane == 0) {
+      if constexpr (kDeterministic) finish_add();
+      if (staged != kNone) {
+        if constexpr (kDeterministic) await_turn(p, staged, 4 * staged_turn);
+        bulk_reduce_add_f32(dq_sums(p, staged) + warp * kWarpDqFloats, dq_smem, kWarpDqBytes);
+        bulk_commit();
+        added = staged;
+      }
+    }
+    staged = kNone;
+  };
+  // dQ_{j-1} = dS_{j-1} K, one step late: by then the other warpgroup's half of dS_{j-1} has long been there.
+  const auto compute_dq = [&](int stage, bool signal) {
+    float dq_frag[kDqTiles][kHeadDim / 2];                        // [kBlockM, kHeadDim]
+    wgmma_fence();
+#pragma unroll
+    for (int tile = 0; tile < kDqTiles; ++tile)
+      issue_transposed_multiply<kHeadDim, ScoreTile, KeyTile>(dq_frag[tile], at_stage(ds_at(stage), tile, ScoreTile::kSlabBytes), k_all);
+    wgmma_wait<0>();
+#pragma unroll
+    for (int tile = 0; tile < kDqTiles; ++tile) pin(dq_frag[tile]);
+    if (signal) arrive(smem.barrier(kStepDone));
+    if (lane == 0) finish_add();
+    sync_warp();
+#pragma unroll
+    for (int tile = 0; tile < kDqTiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 8; ++i) {
+        const float* part = dq_frag[tile] + 4 * i;
+        st_shared(dq_smem + ((tile * (kHeadDim / 8) + i) * 32 + lane) * 16, F32x4{part[0], part[1], part[2], part[3]});
+      }
+    staged = previous;
+    if constexpr (kDeterministic) staged_turn = turns_before(sequence, n_block, previous_m);
+  };
+
+  // S_j is under way, its logsumexp loaded; nothing is left in flight.
+  bool dout_is_there = false;
+  const auto compute_p = [&] {
+    const int stage = step & 1;
+    if (!dout_is_there) mbarrier_wait(smem.barrier(kDoutFull, stage), step >> 1 & 1);  // read after write: dO and delta are there
+    wgmma_fence();
+    issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, v_keys, dout_at(stage));
+    wgmma_wait<1>();
+    pin(s_frag);
+    mask.apply(s_frag, walk.m_block * kBlockM);
+    probabilities(s_frag, p_frag, logsumexp, scores);
+    if constexpr (kKeepsP) pin(s_frag);
+    pin(p_frag);
+    // Both warpgroups are through with step j - 1: dS_{j-1} is there (read after write), dQ_{j-2} has read what dS_j overwrites.
+    // Passes at once at step 0. It also keeps ptxas from waiting for dP before the exponentials.
+    mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);
+    wgmma_wait<0>();
+    pin(dp_frag);
+  };
+  // The rest of step j; unless it is the last, S_{j+1} is left under way.
+  const auto compute_gradients = [&](auto last) {
+    constexpr bool kLast = decltype(last)::kOn;
+    const int stage = step & 1;
+    float negative_delta[kBlockM / 4];
+    load_statistics(negative_delta, smem.negative_delta(stage));
+    wgmma_fence();
+    issue_multiply<QueryTile>(dv_frag, p_frag, dout_at(stage));
+    if constexpr (kKeepsP) score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
+    else score_gradients(ds_frag, p_frag, dp_frag, negative_delta);
+    store_scores(ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
+    if constexpr (!kLast) load_logsumexp(step + 1);
+    wgmma_fence();
+    issue_multiply<QueryTile>(dk_frag, ds_frag, q_at(stage));
+    add_staged();
+    ++step;
+    if constexpr (!kLast) dout_is_there = mbarrier_test_wait(smem.barrier(kDoutFull, step & 1), step >> 1 & 1);
+    wgmma_wait<0>();
+    arrive(smem.barrier(kDoutEmpty, stage));
+    arrive(smem.barrier(kQEmpty, stage));
+    if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(stage ^ 1, true);
+    else arrive(smem.barrier(kStepDone));
+    if constexpr (!kLast) issue_scores();
+    previous = walk.record;
+    if constexpr (kDeterministic) previous_m = walk.m_block;
+  };
+
+  if (walk.left > 0) {
+    mbarrier_wait(smem.barrier(kKFull), 0);
+    load_logsumexp(0);
+    issue_scores();
+    mbarrier_wait(smem.barrier(kVFull), 0);
+    compute_p();
+    while (walk.left > 1) {
+      compute_gradients(Switch<false>{});
+      walk.next();
+      compute_p();
+    }
+    compute_gradients(Switch<true>{});
+    add_staged();
+    if ((step & 1) == warpgroup) {
+      mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);          // read after write: the other warpgroup's half of the last dS
+      compute_dq((step - 1) & 1, false);
+      add_staged();
+    }
+  }
+
+  pin(dk_frag);
+  pin(dv_frag);
+  // Where the CTA stands is computed again: that costs less than holding it in registers through the main loop (uniform() keeps the
+  // compiler from finding out).
+  const Position here = key_block_of(p, uniform(block_index()));
+  const Sequence keys = sequence_of(p, here.batch);
+  store_gradient(dv_frag, 1.f, dv_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
+  store_gradient(dk_frag, p.softmax_scale, dk_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
+  if (lane == 0) finish_add();                                    // shared memory outlives the last add
+}

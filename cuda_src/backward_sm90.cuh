@@ -1,0 +1,280 @@
+// What both Hopper backwards share: shared memory and the loads into it, the walk over query blocks, masks, probabilities, turns.
+#pragma once
+#include "scores.cuh"
+#include "tile_sm90.cuh"
+#include "workspace_sm90.cuh"
+
+static_assert(kHeadDim == kHeadDimV, "one head dim for q, k and v");
+static_assert(!(kHasKeyRanges || kHasMask || kHasBias || kHasAlibi || kHasDropout), "features of the portable backward");
+static_assert(kNumStages == 2, "stages and their phases are bits of a step counter");
+
+using KeyTile = SlabTile<kBlockN, kHeadDim>;    // K, V
+using QueryTile = SlabTile<kBlockM, kHeadDim>;  // Q, dO
+using ScoreTile = SlabTile<kBlockN, kBlockM>;   // dS^T
+
+// Shared memory: K | V | Q stages | dO stages | logsumexp stages | -delta stages | barriers | what the kernel has beside these.
+constexpr int kVOffset = KeyTile::kBytes, kQOffset = kVOffset + KeyTile::kBytes, kDoutOffset = kQOffset + 2 * QueryTile::kBytes;
+constexpr int kStatisticsBytes = kBlockM * 4, kLogsumexpOffset = kDoutOffset + 2 * QueryTile::kBytes;
+constexpr int kDeltaOffset = kLogsumexpOffset + 2 * kStatisticsBytes, kBarrierOffset = kDeltaOffset + 2 * kStatisticsBytes;
+constexpr int kOwnOffset = kBarrierOffset + 1024;  // a multiple of 1024 again
+// Barriers, in bytes; those with stages have two.
+constexpr int kKFull = 0, kVFull = 8, kQFull = 16, kQEmpty = 32, kDoutFull = 48, kDoutEmpty = 64, kOwnBarriers = 80;
+static_assert(kOwnOffset % 1024 == 0);
+
+constexpr int kConsumerWarps = 8;
+// 65536 registers: 24 * 128 where one thread issues loads, 240 * 256 where the accumulators live.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+struct SharedMemory {
+  u32 base;
+  DEVICE KeyTile k() const { return {base}; }
+  DEVICE KeyTile v() const { return {base + kVOffset}; }
+  DEVICE QueryTile q(int stage) const { return {base + kQOffset + stage * QueryTile::kBytes}; }
+  DEVICE QueryTile dout(int stage) const { return {base + kDoutOffset + stage * QueryTile::kBytes}; }
+  DEVICE u32 logsumexp(int stage) const { return base + kLogsumexpOffset + stage * kStatisticsBytes; }
+  DEVICE u32 negative_delta(int stage) const { return base + kDeltaOffset + stage * kStatisticsBytes; }
+  DEVICE u32 barrier(int which, int stage = 0) const { return base + kBarrierOffset + which + stage * 8; }
+  // By one thread; the caller makes it visible.
+  DEVICE void init_barriers() const {
+    mbarrier_init(barrier(kKFull), 1);
+    mbarrier_init(barrier(kVFull), 1);
+    for (int stage = 0; stage < 2; ++stage) {
+      mbarrier_init(barrier(kQFull, stage), 1);
+      mbarrier_init(barrier(kQEmpty, stage), kConsumerWarps);
+      mbarrier_init(barrier(kDoutFull, stage), 1);
+      mbarrier_init(barrier(kDoutEmpty, stage), kConsumerWarps);
+    }
+  }
+};
+
+// ---- which keys, which queries ----
+
+// Key blocks in an order in which the CTAs that run at the same time share q, dout and dq in L2. Windows: the first key block first,
+// which causally is the longest. Deterministic: the last one first, which causally is the first to reach its diagonal, so nobody
+// waits; without a window the key blocks of a head run a few steps behind each other, so few of a head should run at a time.
+DEVICE Position key_block_of(const Params& p, u32 index) {
+  if constexpr (!kHasWindow && !kDeterministic) return position_of(index, p.n_blocks, p.num_heads_kv);
+  constexpr i64 kL2Bytes = 32 << 20;            // of Hopper's 50 MB
+  constexpr u32 kHeadsInLockstep = 33;          // a quarter of 132 SMs: four CTAs still share what one of them loads
+  const i64 head_bytes = (i64)larger(p.seqlen_q, 1) * (kHeadDim * (2 + 2 + 4)) * (p.num_heads_q / p.num_heads_kv);
+  const u32 rows = (u32)p.batch * p.num_heads_kv;
+  const u32 fitting = kHasWindow ? larger((int)(kL2Bytes / head_bytes), 1) : kHeadsInLockstep;
+  const u32 section_rows = fitting < rows ? fitting : rows;
+  const u32 section = index / (section_rows * p.n_blocks), within = index % (section_rows * p.n_blocks);
+  const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;
+  const u32 row = section * section_rows + within % here;
+  const int block = (int)(within / here);
+  return {kDeterministic ? p.n_blocks - 1 - block : block, (int)(row % p.num_heads_kv), (int)(row / p.num_heads_kv)};
+}
+
+// Steps of a CTA: the query blocks that see its keys, query head after query head of the group.
+struct Walk {
+  int left, m_block, head;
+  u32 record;       // of m_block and head
+  u32 heads;        // of all: from one query block's record to the next
+  Span m_blocks;
+  DEVICE Walk(const Params& p, const Sequence& s, int kv_head, int n_block) {
+    const int group = p.num_heads_q / p.num_heads_kv;
+    m_blocks = query_blocks_of(s, n_block);
+    left = larger(m_blocks.end - m_blocks.begin, 0) * group;
+    m_block = m_blocks.begin;
+    head = kv_head * group;
+    heads = p.num_heads_q;
+    record = record_of(p, first_query_block(p, s) + m_block, head);
+  }
+  DEVICE void next() {
+    --left;
+    ++m_block;
+    record += heads;
+    if (m_block == m_blocks.end) {
+      record -= (m_blocks.end - m_blocks.begin) * heads - 1;
+      m_block = m_blocks.begin;
+      ++head;
+    }
+  }
+};
+
+// ---- the producer: one thread ----
+
+// Rows that are not of the sequence never enter shared memory, whatever they hold (another sequence, a stale cache, NaN): the
+// tensor map cuts a tile off at the sequence's end and fills up with zeros. Padded batches end where the map does. For packed
+// rows and for seqused_k the map (head_dim, x, heads, y, z) has row strides in x and y, 2^30 rows in x, and such a stride in z that
+// z = 2^30 takes 2^30 rows back: x = 2^30 - length + row, y = start + length is row `row`, and beyond `length` x is outside.
+constexpr int kRaggedRows = 1 << 30;
+struct RowOrigin {
+  int x, y, z;  // of row 0
+};
+DEVICE RowOrigin origin_of(bool ragged, int batch, i64 start, int length) {
+  if (ragged) return {kRaggedRows - length, (int)start + length, kRaggedRows};
+  return {0, batch, 0};
+}
+template <class T> DEVICE void load_rows(T tile, const TensorMap* map, u32 barrier, RowOrigin origin, int row, int head) {
+#pragma unroll
+  for (int slab = 0; slab < T::kSlabs; ++slab)
+    tma_load_5d(tile.base + slab * T::kSlabBytes, map, barrier, slab * 64, origin.x + row, head, origin.y, origin.z);
+}
+// First row of the sequence in a tensor of keys; without cu_seqlens batches are whole numbers of rows apart (the launcher sees to it).
+DEVICE RowOrigin key_origin(const Params& p, const Sequence& s, i64 stride_batch, i64 stride_row) {
+  if (p.cu_seqlens_k || !p.seqused_k) return origin_of(p.cu_seqlens_k != nullptr, s.batch, s.k_start, s.k_length);
+  return origin_of(true, s.batch, s.batch * (stride_batch / stride_row), s.k_length);
+}
+
+// Loads K and V once, then Q with logsumexp and dO with -delta of every step, Q one step ahead because it is needed first.
+DEVICE void produce(const ParamsSm90& params, const Sequence& s, SharedMemory smem, Walk walk, int kv_head, int first_key) {
+  const Params& p = params.common;
+  const RowOrigin queries = origin_of(p.cu_seqlens_q != nullptr, s.batch, s.q_start, s.q_length);
+  const auto load_keys = [&](KeyTile tile, const TensorMap& map, u32 full, i64 stride_batch, i64 stride_row) {
+    mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
+    load_rows(tile, &map, full, key_origin(p, s, stride_batch, stride_row), first_key, kv_head);
+  };
+  const auto load_queries = [&](QueryTile tile, const TensorMap& map, u32 statistics, const float* source, u32 full, const Walk& at) {
+    mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
+    load_rows(tile, &map, full, queries, at.m_block * kBlockM, at.head);
+    bulk_load(statistics, source, kStatisticsBytes, full);
+  };
+  int q_step = 0, dout_step = 0;
+  const auto load_q = [&](const Walk& at) {
+    const int stage = q_step & 1;
+    mbarrier_wait(smem.barrier(kQEmpty, stage), (q_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with Q and logsumexp
+    load_queries(smem.q(stage), params.q, smem.logsumexp(stage), logsumexp_rows(p, at.record), smem.barrier(kQFull, stage), at);
+    ++q_step;
+  };
+  const auto load_dout = [&](const Walk& at) {
+    const int stage = dout_step & 1;
+    mbarrier_wait(smem.barrier(kDoutEmpty, stage), (dout_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with dO and delta
+    load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_rows(p, at.record), smem.barrier(kDoutFull, stage), at);
+    ++dout_step;
+  };
+
+  if (walk.left == 0) return;
+  Walk ahead = walk;
+  load_keys(smem.k(), params.k, smem.barrier(kKFull), p.k_stride_batch, p.k_stride_row);
+  load_q(ahead);
+  ahead.next();
+  load_keys(smem.v(), params.v, smem.barrier(kVFull), p.v_stride_batch, p.v_stride_row);
+  for (; walk.left > 0; walk.next()) {
+    load_dout(walk);
+    if (ahead.left > 0) load_q(ahead), ahead.next();
+  }
+}
+
+// ---- dQ = dS K ----
+
+// acc [64, kColumns] = A^T B over the rows of both tiles, of one slab (64 columns) of A.
+template <int kColumns, class A, class B> DEVICE void issue_transposed_multiply(float (&acc)[kColumns / 2], Operand a, Operand b) {
+  static_assert(A::kRows == B::kRows, "reduced dimension");
+#pragma unroll
+  for (int k = 0; k < B::kRows / 16; ++k) wgmma_ss<kColumns, kIsBf16, true, true>(acc, a.at(A::across(k)), b.at(B::across(k)), k != 0);
+  wgmma_commit();
+}
+
+// ---- masks ----
+
+// Who sees 64 keys from `first_key` on: key c of them is seen by the queries first + c <= i <= first + c + span. Unlimited sides are
+// wider than the sequence. Rows that are none need no mask: their logsumexp is +inf.
+struct KeyMask {
+  int first;
+  u32 span;
+  int keys;          // of the sequence, from first_key on
+  bool ends;         // among these
+  int own_first[2];  // of this thread's keys; kNever beyond the end
+  DEVICE KeyMask(const Sequence& s, int first_key) {
+    const int unlimited = s.q_length + s.k_length;
+    const int right = s.window_right >= 0 ? s.window_right : unlimited, left = s.window_left >= 0 ? s.window_left : unlimited;
+    first = first_key - s.diagonal - right;
+    span = (u32)left + (u32)right;
+    keys = s.k_length - first_key;
+    ends = keys < 64;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) own_first[half] = own_key(half) < keys ? first + own_key(half) : kNever;
+  }
+  DEVICE static int own_key(int half) { return (warp_index() & 3) * 16 + (lane_index() >> 2) + 8 * half; }
+  // S^T of the queries from `i` on: what must not be seen -> -inf.
+  template <int kCount> DEVICE void apply(float (&s_frag)[kCount], int i) const {
+    const bool all = !kHasWindow || (i >= first + 63 && (u32)(i + kBlockM - 1 - first) <= span);
+    if (all && !ends) return;
+    i += (lane_index() & 3) * 2;
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      const int half = e >> 1 & 1;
+      const bool hidden = kHasWindow ? (u32)(i + e / 4 * 8 + (e & 1) - own_first[half]) > span : own_key(half) >= keys;
+      if (hidden) s_frag[e] = negative_infinity();
+    }
+  }
+};
+
+// ---- elements: accumulator e of S^T belongs to statistic e / 4 * 2 + e % 2 of the queries this thread holds ----
+
+// logsumexp or -delta of the thread's queries; `address` is that of the block's.
+template <int kCount> DEVICE void load_statistics(float (&statistics)[kCount], u32 address) {
+#pragma unroll
+  for (int j = 0; j < kCount / 2; ++j) {
+    const F32x2 pair = ld_shared<F32x2>(address + j * 32 + (lane_index() & 3) * 8);
+    statistics[2 * j] = pair.x, statistics[2 * j + 1] = pair.y;
+  }
+}
+// P^T = exp2(S^T - logsumexp), packed as the A operand of dV. `s` becomes what dS^T takes of it: P^T, with softcap P^T * dtanh.
+template <int kCount> DEVICE void probabilities(float (&s)[kCount], u32 (&p_frag)[kCount / 2], const float (&logsumexp)[kCount / 2], const Scores& scores) {
+#pragma unroll
+  for (int pair = 0; pair < kCount / 2; ++pair) {
+    float probability[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float& x = s[2 * pair + e];
+      const float subtracted = logsumexp[pair / 2 * 2 + e];
+      if constexpr (kHasSoftcap) {
+        const float t = tanh_of(x * scores.tanh_log2);  // finite for a hidden score (-inf) too, and so is the derivative
+        const float capped = x == negative_infinity() ? x : scores.softcap_log2 * t;
+        probability[e] = exp2_approx(capped - subtracted);
+        x = probability[e] * (1.f - t * t);
+      } else {
+        x = probability[e] = exp2_approx(x * scores.scale_log2 - subtracted);
+      }
+    }
+    p_frag[pair] = pack<kIsBf16>(probability[0], probability[1]);
+  }
+}
+// dS^T = P^T (dP^T - delta), packed as the A operand of dK.
+template <int kCount> DEVICE void score_gradients(u32 (&ds_frag)[kCount / 2], const float (&p)[kCount], const float (&dp)[kCount], const float (&negative_delta)[kCount / 2]) {
+#pragma unroll
+  for (int pair = 0; pair < kCount / 2; ++pair)
+    ds_frag[pair] = pack<kIsBf16>(p[2 * pair] * (dp[2 * pair] + negative_delta[pair / 2 * 2]),
+                                  p[2 * pair + 1] * (dp[2 * pair + 1] + negative_delta[pair / 2 * 2 + 1]));
+}
+// The same from P^T as packed for dV: a bit less exact (eager attention rounds P here, too), but P^T in fp32 need not live until dP^T is there.
+template <int kCount> DEVICE void score_gradients(u32 (&ds_frag)[kCount / 2], const u32 (&p_frag)[kCount / 2], const float (&dp)[kCount], const float (&negative_delta)[kCount / 2]) {
+#pragma unroll
+  for (int pair = 0; pair < kCount / 2; ++pair) {
+    const F32x2 p = unpack<kIsBf16>(p_frag[pair]);
+    ds_frag[pair] = pack<kIsBf16>(p.x * (dp[2 * pair] + negative_delta[pair / 2 * 2]), p.y * (dp[2 * pair + 1] + negative_delta[pair / 2 * 2 + 1]));
+  }
+}
+// A warp's 16 keys of dS^T into the tile [key][query], `warp_row` on, which the product dS K reads as a transposed A.
+DEVICE void store_scores(ScoreTile tile, int warp_row, const u32 (&ds_frag)[kBlockM / 4]) {
+  const u32 address = tile.base + (warp_row + (lane_index() & 15)) * 128 + (((lane_index() >> 4) ^ (lane_index() & 7)) << 4);
+#pragma unroll
+  for (int k = 0; k < kBlockM / 16; ++k)
+    stmatrix_x4((address ^ k % 4 << 5) + k / 4 * ScoreTile::kSlabBytes, {ds_frag[4 * k], ds_frag[4 * k + 1], ds_frag[4 * k + 2], ds_frag[4 * k + 3]});
+}
+
+// dK or dV of a warpgroup's 64 keys, scaled; `warp_row` is the warp's first of the CTA's rows.
+template <int kCount> DEVICE void store_gradient(float (&acc)[kCount], float scale, Rows<u16> rows, int first_key, int warp_row, const Sequence& s, int head_dim) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) acc[i] *= scale;
+  store_accumulators(rows, first_key + warp_row + (lane_index() >> 2), s.k_rows, head_dim, acc);
+}
+
+// ---- deterministic dq: key blocks add to a query block in falling order ----
+// No deadlock: a CTA waits only for key blocks of its head that come before it in the grid, which started earlier and never wait for it.
+
+// Key blocks that add to query block m before block n does. By the rule of query_blocks_of those are all between n and the last
+// one whose first key some row of m sees.
+DEVICE int turns_before(const Sequence& s, int n_block, int m_block) {
+  int last = ceil_div(s.k_length, kBlockN) - 1;
+  if (kHasWindow && s.window_right >= 0) last = smaller(last, (m_block * kBlockM + kBlockM - 1 + s.diagonal + s.window_right) / kBlockN);
+  return last - n_block;
+}
+DEVICE void await_turn(const Params& p, u32 record, int turn) {
+  while (ld_acquire_global(p.dq_turns + record) < turn) {}
+}
+DEVICE void pass_turn(const Params& p, u32 record) { red_release_add_global(p.dq_turns + record, 1); }

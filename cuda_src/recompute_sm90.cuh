@@ -1,0 +1,38 @@
+// One row of attention without tensor cores, from the keys it sees alone. A masked value of V enters a product of tiles with
+// p = 0, and 0 * NaN is NaN: rows whose O came out not finite are computed here once more. Slow, and taken only where V
+// (or what a row sees) holds NaN or Inf.
+#pragma once
+#include "scores.cuh"
+
+// Row i of `out` again, by one warp.
+DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, float logsumexp) {
+  const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
+  const u16* q = q_of(p, s, head).from(i).first;
+  const Rows<const u16> k = k_of(p, s, kv_head), v = v_of(p, s, kv_head);
+  const Scores scores = scores_of(p, s, head);
+  const Span keys = keys_of(p, s, i);
+  float acc[kHeadDimV / 32];  // columns lane, lane + 32, ...
+#pragma unroll
+  for (int c = 0; c < kHeadDimV / 32; ++c) acc[c] = 0.f;
+#pragma unroll 1
+  for (int j = keys.begin; j < keys.end; ++j) {
+    float dot = 0.f, derivative;
+#pragma unroll 1
+    for (int d = lane_index(); d < p.head_dim; d += 32)
+      dot += widen(ld_global(q + d)) * widen(ld_global(k.from(j).first + d));
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes >>= 1) dot += shfl_xor(dot, lanes);
+    const float x = score_log2(s, scores, dot, 0.f, i, j, derivative);
+    const float probability = exp2_approx(x - logsumexp * kLog2e);
+#pragma unroll
+    for (int c = 0; c < kHeadDimV / 32; ++c) {
+      const int d = lane_index() + c * 32;
+      if (d < p.head_dim_v) acc[c] += probability * widen(ld_global(v.from(j).first + d));
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kHeadDimV / 32; ++c) {
+    const int d = lane_index() + c * 32;
+    if (d < p.head_dim_v) st_global(out_of(p, s, head).from(i).first + d, (u16)pack<kIsBf16>(acc[c], 0.f));
+  }
+}

@@ -1,0 +1,80 @@
+// Online softmax in the pieces that the Hopper forward puts around its waits. A thread has two rows of the accumulators.
+//
+// The subtracted maximum may lag behind the true one: rescaling O and exchanging maxima between lanes is then rare. In
+// exact arithmetic any maximum will do, but P is rounded to 16 bits: with the true maximum the heaviest key of a row has
+// p = 1 exactly; with another one its p is rounded like any other, and where one key holds most of a row that error is
+// the largest of all (2x, measured; rounding the maximum up to an integer is as bad). So the maximum stays only while no
+// key above it weighs more than 2^-kShareLog2 of what its lane has summed up so far, and p stays below 2^kLagLog2. The
+// largest error is then that of the true maximum.
+#pragma once
+#include "ptx_sm90.cuh"
+#include "softmax.cuh"
+
+constexpr int kLagLog2 = 8;       // 0: always the true maximum
+constexpr int kShareLog2 = 1;
+constexpr float kLowest = -3.4028234e38f;  // no maximum yet; finite, so that -inf - kLowest is no NaN
+
+struct LaggingSoftmax {
+  float row_max[2];  // base 2, common to a row's lanes
+  float row_sum[2];  // this lane's part
+  float limit[2];    // a score above it asks for a new maximum
+
+  DEVICE LaggingSoftmax() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_max[half] = limit[half] = kLowest, row_sum[half] = 0.f;
+  }
+
+  // New maxima where scores s * scale_log2 ask for them. True (for the whole warp): O must be multiplied by `factor`.
+  template <int kCount> DEVICE bool grow(float (&factor)[2], const float (&s_frag)[kCount], float scale_log2) {
+    float largest[4] = {s_frag[0], s_frag[1], s_frag[2], s_frag[3]};
+#pragma unroll
+    for (int i = 4; i < kCount; ++i) largest[i & 3] = maximum(largest[i & 3], s_frag[i]);
+    const float tile_max[2] = {maximum(largest[0], largest[1]) * scale_log2,
+                               maximum(largest[2], largest[3]) * scale_log2};
+    if (kLagLog2 > 0 && !vote_any(tile_max[0] > limit[0] || tile_max[1] > limit[1])) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float pair_max = maximum(tile_max[half], shfl_xor(tile_max[half], 1));
+      const float grown = maximum(row_max[half], maximum(pair_max, shfl_xor(pair_max, 2)));
+      factor[half] = exp2_approx(row_max[half] - grown);
+      row_sum[half] *= factor[half];
+      row_max[half] = grown;
+    }
+    return true;
+  }
+
+  // S -> P in place for elements [kBegin, kEnd) of a thread.
+  template <int kBegin, int kEnd, int kCount> DEVICE void exponentiate(float (&s_frag)[kCount], float scale_log2) {
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i) {
+      const int half = i >> 1 & 1;
+      s_frag[i] = exp2_approx(s_frag[i] * scale_log2 - row_max[half]);
+      row_sum[half] += s_frag[i];
+    }
+  }
+
+  DEVICE void set_limit() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float share = maximum(log2_approx(row_sum[half]) - (float)kShareLog2, 0.f);
+      limit[half] = row_max[half] + (share < (float)kLagLog2 ? share : (float)kLagLog2);
+    }
+  }
+
+  // O / row_sum in place; logsumexp of both rows in natural log. sink_log2 as OnlineSoftmax has it.
+  template <int kNOut> DEVICE void finalize(float (&logsumexp)[1][2], float (&out_frag)[1][kNOut][4], float sink_log2) {
+    OnlineSoftmax<1> rows;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows.row_max[0][half] = row_max[half] == kLowest ? negative_infinity() : row_max[half];
+      rows.row_sum[0][half] = row_sum[half];
+    }
+    rows.finalize(logsumexp, out_frag, 1.f, sink_log2, 1.f);
+  }
+};
+
+// Multiplies this thread's rows of the accumulators.
+template <int kCount> DEVICE void scale_rows(float (&acc)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) acc[i] *= factor[i >> 1 & 1];
+}
