@@ -125,8 +125,9 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     for (int tile = 0; tile < kDqTiles; ++tile)
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
-        const float* part = dq_frag[tile] + 4 * i;
-        st_shared(dq_smem + ((tile * (kHeadDim / 8) + i) * 32 + lane) * 16, F32x4{part[0], part[1], part[2], part[3]});
+        const auto& part = dq_frag[tile];
+        st_shared(dq_smem + ((tile * (kHeadDim / 8) + i) * 32 + lane) * 16,
+                  F32x4{part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]});
       }
     staged = previous;
     if constexpr (kDeterministic) staged_turn = turns_before(sequence, n_block, previous_m);

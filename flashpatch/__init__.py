@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 
+from . import registration
+
 __version__ = "0.1.0"
 
 # public name -> module; loaded on first use, so that importing flashpatch stays cheap
@@ -37,3 +39,6 @@ def __getattr__(name: str):
 
 def __dir__():
     return sorted(__all__)
+
+
+registration.install()

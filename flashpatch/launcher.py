@@ -147,13 +147,14 @@ class Backward:
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
         self.plan = plan
-        self.readable = all(map(_has_readable_strides, (dout, q, k, v, out)))
-        dout, q, k, v, out = map(_readable, (dout, q, k, v, out))
         config = plan.config
+        varlen = call.cu_seqlens_q is not None
+        self.ragged = (varlen, varlen or call.seqused_k is not None) if _takes_maps(config) else (False, False)
+        self.readable = all(map(_has_readable_strides, (dout, q, k, v, out))) and not self._needs_whole_rows(k, v)
+        dout, q, k, v, out = self._readable(dout, q, k, v, out)
         shapes = _Shapes(config, q, k, call)
         self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
         self.key_blocks = shapes.n_blocks * k.shape[-2] * shapes.batch
-        varlen = call.cu_seqlens_q is not None
         if _takes_maps(config):  # records of cuda_src/workspace_sm90.cuh
             blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
             self.turns = blocks * q.shape[-2]
@@ -161,18 +162,26 @@ class Backward:
         else:
             self.turns = self.query_blocks
             self.workspace = (self.turns, config.block_m * config.head_dim)
-        self.ragged = (varlen, varlen or call.seqused_k is not None)
         self.rest = _rest(
             shapes, call, q, k, v, out=out.stride(), dout=dout.stride(), dq=_contiguous_strides(q.shape),
             dk=_contiguous_strides(k.shape), dv=_contiguous_strides(v.shape),
         )  # fmt: skip
         self.before, self.kernel, self.after = (_Kernel(plan.device, part) for part in configs(config))
 
+    def _needs_whole_rows(self, *tensors) -> bool:
+        """Whether a ragged map, which counts in rows, cannot say where a sequence of these tensors begins."""
+        return self.ragged[1] and any(t.dim() == 4 and t.shape[0] > 1 and t.stride(0) % t.stride(1) for t in tensors)
+
+    def _readable(self, dout, q, k, v, out):
+        dout, q, k, v, out = map(_readable, (dout, q, k, v, out))
+        k, v = (t.clone(memory_format=torch.contiguous_format) if self._needs_whole_rows(t) else t for t in (k, v))
+        return dout, q, k, v, out
+
     def run(self, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
         """Launch. Returns dq, dk, dv, dbias or None, dsinks or None, and the number of copied inputs."""
         inputs = (dout, q, k, v, out)
         if not self.readable or any(tensor.data_ptr() & 15 for tensor in inputs):
-            copied = [_readable(tensor) for tensor in inputs]
+            copied = self._readable(*inputs)
             copies = sum(new is not old for new, old in zip(copied, inputs, strict=True))
             if copies:
                 dout, q, k, v, out = copied

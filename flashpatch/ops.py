@@ -95,11 +95,12 @@ def _backward_body(dout, dlogsumexp, q, k, v, out, logsumexp, *arguments):
         q.new_empty(0) if wanted is None else _like(gradient, wanted)
         for gradient, wanted in zip(gradients[3:], (bias, sinks), strict=True)
     )
-    return *gradients[:3], dbias, dsinks
+    # contiguous, as _fake_backward promises
+    return *(gradient.contiguous() for gradient in gradients[:3]), dbias, dsinks
 
 
 def _like(gradient: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return gradient.sum_to_size(wanted.shape).to(wanted.dtype)
+    return gradient.sum_to_size(wanted.shape).to(wanted.dtype).contiguous()
 
 
 def _fake_forward(q, k, v, *arguments):

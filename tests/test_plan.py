@@ -106,7 +106,9 @@ def test_a_matrix_that_contradicts_itself_does_not_load(spoil, message):
 
 
 def test_excluded_pairs_decline_with_their_reason(monkeypatch):
-    spoiled = dataclasses.replace(MATRIX, excludes=((frozenset({"softcap", "alibi"}), frozenset(DIRECTIONS), "never both"),))
+    spoiled = dataclasses.replace(
+        MATRIX, excludes=((frozenset({"softcap", "alibi"}), frozenset(DIRECTIONS), "never both"),)
+    )
     monkeypatch.setattr(planning, "support", lambda: spoiled)
     both = Problem("forward", "bfloat16", 64, 64, frozenset({"softcap", "alibi"}))
     answer = resolve(both, planning.device_for((9, 0)))
