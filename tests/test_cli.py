@@ -93,6 +93,7 @@ BAD = [
     (("verify", "--device", "tpu"), 2, "cpu, cuda or cuda:N"),
     (("verify", "--device", "cuda:7"), 4, "torch sees no GPU cuda:7"),
     (("verify", "--record"), 2, "emulated"),
+    (("verify", "--gpu", "abacus"), 2, "known: "),
     (("verify", "{root}/llama", "--record"), 2, "are for kernels"),
     (("verify", "{root}/llama", "--device", "cuda"), 4, "torch sees no GPU"),
     (("verify", "{root}/missing"), 2, "does not exist"),
