@@ -58,6 +58,7 @@ def load(source: str, *, dtype, device, batch, seqlen, padding=None, patched=Non
         if not usable or index >= torch.cuda.device_count():
             raise Fault(f"torch sees no GPU {device}; leave out --device, or see `flashpatch audit`", MISSING)
     quiet()
-    click.echo(f"loading {source} ...", err=True) if click.get_text_stream("stderr").isatty() else None
+    if sys.stderr.isatty():
+        click.echo(f"loading {source} ...", err=True)
     model = models.load(source, dtype=dtype, device=device, patched=patched, **options)
     return model, models.dummy_inputs(model, batch=batch, seqlen=seqlen, seed=seed, padding=padding)

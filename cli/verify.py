@@ -11,6 +11,7 @@ from .rendering import DECLINED, HOLDS, MISMATCH, MISSING, USAGE, Fault
 @click.command("verify")
 @click.argument("model", required=False)
 @click.option("--emulate", is_flag=True, help="Run the kernels in the CPU emulator even where there is a GPU.")
+@click.option("--gpu", metavar="NAME", help="The GPU whose kernels are emulated (h200, sm_90); default: A100.")
 @click.option("--require-gpu", is_flag=True, help="Exit with 3 where no GPU runs the kernels.")
 @click.option("--quick", is_flag=True, help="Only the most used head dims, one size each.")
 @click.option("--no-backward", is_flag=True, help="With MODEL: leave the gradients out.")
@@ -24,7 +25,7 @@ from .rendering import DECLINED, HOLDS, MISMATCH, MISSING, USAGE, Fault
 @options.as_json
 @options.json_schema("verification.KernelReport", "verification.ModelReport")
 def command(
-    model, emulate, require_gpu, quick, no_backward, record, demote, seed, strict, dtype, device, as_json, **load
+    model, emulate, gpu, require_gpu, quick, no_backward, record, demote, seed, strict, dtype, device, as_json, **load
 ):
     """Measure every kernel the matrix claims for this machine against a fp64 reference, forward and backward.
 
@@ -34,21 +35,24 @@ def command(
         _demote()
         return
     if model is None:
-        code = _kernels(emulate, require_gpu, quick, record, demote, seed, strict, dtype, device, as_json)
+        code = _kernels(emulate, gpu, require_gpu, quick, record, demote, seed, strict, dtype, device, as_json)
     else:
-        if record or demote or quick or emulate:
-            raise click.UsageError("--record, --demote, --quick and --emulate are for kernels; leave them or MODEL out")
+        if record or demote or quick or emulate or gpu:
+            words = "--record, --demote, --quick, --emulate and --gpu are for kernels; leave them or MODEL out"
+            raise click.UsageError(words)
         code = _model(model, require_gpu, strict, no_backward, seed, dtype, device, as_json, load)
     raise SystemExit(code)
 
 
-def _kernels(emulate, require_gpu, quick, record, demote, seed, strict, dtype, device, as_json) -> int:
+def _kernels(emulate, gpu, require_gpu, quick, record, demote, seed, strict, dtype, device, as_json) -> int:
     from flashpatch import verification
 
     try:
-        here = verification.device_here(device, emulate)
+        here = verification.device_here(device, emulate, gpu)
     except verification.NothingToRunOn as error:
         raise Fault(str(error), MISSING) from None
+    except ValueError as error:
+        raise Fault(str(error), USAGE) from None
     if record and here.backend != "gpu":
         raise Fault(f"--record writes what a GPU showed; this machine's kernels are {here.backend}", USAGE)
     with rendering.progress("verify") as advance:

@@ -218,11 +218,12 @@ def markdown(matrix: planning.Matrix) -> str:
         "it and passes in the CPU emulator, never ran there. *fallback*: no kernel; computed exactly by torch operators "
         "in tiles, and counted.",
     ]
-    if matrix.excludes:
-        lines.append("Not together in one kernel: " + "; ".join(
-            f"{' + '.join(sorted(pair))}{'' if len(directions) > 1 else f' ({min(directions)})'} ({reason})"
-            for pair, directions, reason in matrix.excludes
-        ) + ".")  # fmt: skip
+    together = [
+        f"{' + '.join(sorted(names))}{'' if len(directions) == 2 else f' in the {min(directions)}'} ({reason})"
+        for names, directions, reason in matrix.excludes
+    ]
+    if together:
+        lines.append(f"Not together in one kernel: {'; '.join(together)}.")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,11 +54,11 @@ def claimed(device: Device) -> dict[str, planning.Cell]:
 
 
 def cases(device: Device, quick: bool = False) -> list[Case]:
-    """What to try on a device so that every claimed cell and every pair of features that may meet is reached.
+    """What to try on a device so that every claimed cell is reached, and every pair of features that may meet.
 
-    On a GPU each feature is tried alone and in the largest combinations; in the emulator, where each combination
-    costs a build, in the largest ones, and the everyday ones at one head dim. `quick` keeps one size and the two most
-    used head dims.
+    On a GPU each feature is tried alone and in the largest combinations. In the emulator, where each combination costs
+    a build, only in the largest ones; pairs, and what calls ask for every day, at one head dim. `quick` keeps one size
+    and the two most used head dims.
     """
     on_gpu = device.backend == "gpu"
     buckets = sorted({(cell.dtype, cell.head_dim) for cell in claimed(device).values()})
@@ -66,7 +66,7 @@ def cases(device: Device, quick: bool = False) -> list[Case]:
     for dtype, bucket in buckets:
         if quick and bucket not in (64, 128):
             continue
-        combinations = _combinations(device, dtype, bucket, alone=on_gpu)
+        combinations = _combinations(device, dtype, bucket, alone=on_gpu, size=2 if on_gpu or bucket == 64 else 1)
         if not on_gpu and (dtype, bucket) == ("bfloat16", 64):
             combinations = [*EVERYDAY, *combinations]
         for features in combinations:
@@ -85,8 +85,6 @@ EVERYDAY = tuple(
     frozenset(names)
     for names in ((), ("causal", "gqa"), ("causal", "varlen"), ("causal", "gqa", "seqused_k"), ("causal", "window"))
 )
-# `flashpatch.attention` refuses these together: a packed batch has no rows of equal length to broadcast over.
-REFUSED = tuple(frozenset(("varlen", name)) for name in ("bias", "mask", "key_ranges"))
 
 
 def _case(device: Device, dtype: str, bucket: int, features: frozenset[str], number: int, padded: bool) -> Case:
@@ -107,25 +105,30 @@ def _problem(dtype: str, head_dim: int, features: frozenset[str]) -> Problem:
     return Problem("forward", dtype, head_dim, head_dim_v, features)
 
 
-def _combinations(device: Device, dtype: str, bucket: int, alone: bool) -> list[frozenset[str]]:
-    """Each feature alone, if asked, and sets as large as may be until every pair that may meet has met."""
+def _combinations(device: Device, dtype: str, bucket: int, alone: bool, size: int) -> list[frozenset[str]]:
+    """Each feature alone, if asked, and sets as large as may be until all `size` features that may meet have met.
 
-    def runs(names: Iterable[str]) -> bool:
-        names = frozenset(names)
-        if any(pair <= names for pair in REFUSED):
-            return False
-        return isinstance(planning.resolve(_problem(dtype, bucket, names), device), Plan)
+    First sets that run in both directions, then those that only a forward takes.
+    """
 
-    features = [name for name in planning.support().features if name != "plain" and runs([name])]
+    def runs(names: Iterable[str], directions: tuple[str, ...]) -> bool:
+        problem = _problem(dtype, bucket, frozenset(names))
+        problems = (replace(problem, direction=direction) for direction in directions)
+        return all(isinstance(planning.resolve(problem, device), Plan) for problem in problems)
+
+    names = [name for name in planning.support().features if name != "plain"]
+    features = [name for name in names if runs([name], ("forward",))]
     chosen = [frozenset(), *(frozenset([name]) for name in features)] if alone else []
-    unmet = {frozenset(pair) for pair in itertools.combinations(features, 2) if runs(pair)}
-    while unmet:
-        together = set(min(unmet, key=sorted))
-        for name in features:
-            if runs(together | {name}):
-                together.add(name)
-        chosen.append(frozenset(together))
-        unmet -= {frozenset(pair) for pair in itertools.combinations(sorted(together), 2)}
+    met: set[frozenset[str]] = set()
+    for directions in (("forward", "backward"), ("forward",)):
+        groups = {frozenset(group) for group in itertools.combinations(features, size) if runs(group, directions)}
+        while unmet := groups - met:
+            together = set(min(unmet, key=sorted))
+            for name in features:
+                if runs(together | {name}, directions):
+                    together.add(name)
+            chosen.append(frozenset(together))
+            met |= {frozenset(group) for group in itertools.combinations(sorted(together), size)}
     return chosen
 
 

@@ -252,27 +252,35 @@ class KernelReport:
         return sum(cell.verdict == verdict for cell in self.cells)
 
 
-def device_here(wanted: str | None = None, emulate: bool = False) -> Device:
+def device_here(wanted: str | None = None, emulate: bool = False, gpu: str | None = None) -> Device:
     """What kernels can run on here: the GPU, else the CPU emulator, else nothing but the compiler.
 
-    `wanted` is a torch device. Raises NothingToRunOn with what is missing and what to type.
+    `wanted` is a torch device; `gpu` names the one whose kernels are emulated or compiled (default: A100). Raises
+    NothingToRunOn with what is missing and what to type, ValueError for an unknown `gpu`.
     """
     asked = torch.device(wanted or ("cuda" if torch.cuda.is_available() and torch.version.cuda else "cpu"))
     if asked.type == "cuda" and not emulate:
         index = asked.index if asked.index is not None else (torch.cuda.current_device() if _has_cuda() else 0)
         if not _has_cuda() or index >= torch.cuda.device_count():
             raise NothingToRunOn(f"torch sees no GPU {asked}; leave out --device, or see `flashpatch audit`")
+        if gpu:
+            raise ValueError("--gpu names a GPU to emulate; add --emulate, or leave it out to use the one that is here")
         found = execution.device_of(torch.device("cuda", index))
         if reason := launcher.unavailable("gpu"):
             raise NothingToRunOn(f"{found.name}: {reason.text}")
         return found
     if (no_emulator := emulator.available()) is None:
-        return planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
+        return _stand_in(gpu, "emulated", "CPU emulator")
     if emulate:
         raise NothingToRunOn(no_emulator.text)
     if no_compiler := compiler.available():
         raise NothingToRunOn(f"there is no GPU; {no_emulator.text}; {no_compiler.text}")
-    return planning.device_for((8, 0), "no GPU (compiled for Ampere)", backend="compiled")
+    return _stand_in(gpu, "compiled", "no GPU, compiled for")
+
+
+def _stand_in(gpu: str | None, backend: str, label: str) -> Device:
+    device = planning.gpu(gpu or "a100")
+    return dataclasses.replace(device, name=f"{label} {device.name}", backend=backend)
 
 
 def _has_cuda() -> bool:

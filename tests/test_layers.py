@@ -191,7 +191,9 @@ def kernel_faults(source: str, accessor: bool = False) -> list[str]:
             faults.append(f"line {line}: {what}: {code.splitlines()[line - 1].strip()}")
     if accessor:
         return faults
-    pointers = set(re.findall(r"\b(?:[a-z]\w*|[A-Z]\w*)\s*\*\s*(?:const\s+)?([a-z_]\w*)\s*[=;,)]", code))
+    declared = re.findall(r"\b[A-Za-z]\w*\s*\*\s*(?:const\s+)?([a-z_]\w*)\s*([=;,)])\s*(\w*)", code)
+    # a fragment is registers, whoever points to it
+    pointers = {name for name, sign, source in declared if not (name.endswith("_frag") or source.endswith("_frag"))}
     for match in re.finditer(r"(\bparams\s*\.\s*)?\b([a-z_]\w*)\s*\[", code):
         of_params, name = match.groups()
         if (of_params and name in pointer_fields()) or (not of_params and name in pointers):
@@ -248,6 +250,7 @@ def test_kernel_rules_notice(source):
     [
         "float x = a * b;  // *p",
         "const u16* q = params.q;",
+        "const float* part = dq_frag[tile] + 4 * i;\nfloat x = part[0];",
         "float row_max[2]; row_max[0] = s_frag[i][j] * scale;",
         "for (int i = 0; i < n; ++i) { out_frag[i] *= scale; }",
         "/* asm */ KERNEL(128, 1) attention_forward_sm80(GRID_CONSTANT Params params) {}",

@@ -1,0 +1,448 @@
+"""The command line: exit codes, JSON against its schema, and errors that are sentences."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("flashpatch.cli", reason="needs the editable install: pip install -e .")
+
+import jsonschema
+import yaml
+from click.testing import CliRunner
+
+from flashpatch import auditing, cases, cli, compiler, emulator, evidence, fallback, launcher, planning, verification
+from flashpatch.problem import Plan, Problem, Reason
+
+NO_GPU = not torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not NO_GPU, reason="what a machine without a GPU says")
+
+
+def run(*arguments, **options):
+    result = CliRunner().invoke(cli.main, [str(argument) for argument in arguments], **options)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def run_json(*arguments):
+    """The exit code and the document of a command, checked against the schema that the command prints."""
+    result = run(*arguments, "--json")
+    document = json.loads(result.stdout)
+    schema = json.loads(run(arguments[0], "--json-schema").stdout)
+    jsonschema.validate(document, schema)
+    assert document["exit_code"] == result.exit_code
+    return result.exit_code, document
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Saved models: one that dispatches, one whose attention is hard-coded, and folders that are not models."""
+    import transformers
+
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)
+    bloom = transformers.BloomConfig(vocab_size=60, hidden_size=64, n_layer=2, n_head=4)
+    transformers.LlamaForCausalLM(llama).save_pretrained(root / "llama")
+    transformers.BloomForCausalLM(bloom).save_pretrained(root / "bloom")
+    broken = transformers.LlamaForCausalLM(llama)
+    broken.model.layers[0].self_attn.v_proj.weight.data[0, 0] = math.nan
+    broken.save_pretrained(root / "broken")
+    (root / "empty").mkdir()
+    (root / "pickled").mkdir()
+    (root / "pickled" / "config.json").write_text((root / "llama" / "config.json").read_text())
+    torch.save({}, root / "pickled" / "pytorch_model.bin")
+    (root / "untyped").mkdir()
+    (root / "untyped" / "config.json").write_text("{}")
+    return root
+
+
+SHORT = ("--seqlen", 12)
+
+
+# ---- help, schemas, bad input ----
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_help_and_schema(command):
+    assert run(command, "--help").exit_code == 0
+    schema = json.loads(run(command, "--json-schema").stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    (first, *_) = schema.get("oneOf", [schema])
+    assert all("description" in value for name, value in first["properties"].items() if name != "exit_code")
+
+
+def test_help_lists_every_command_without_loading_torch():
+    program = (
+        "import sys\nfrom flashpatch.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert done.stdout.strip().endswith("False")
+
+
+BAD = [
+    (("nonsense",), 2, "No such command"),
+    (("verify", "--nonsense"), 2, "No such option"),
+    (("verify", "--dtype", "int8"), 2, "float16, fp16"),
+    (("verify", "--device", "tpu"), 2, "cpu, cuda or cuda:N"),
+    (("verify", "--device", "cuda:7"), 4, "torch sees no GPU cuda:7"),
+    (("verify", "--record"), 2, "emulated"),
+    (("verify", "--gpu", "abacus"), 2, "known: "),
+    (("verify", "{root}/llama", "--record"), 2, "are for kernels"),
+    (("verify", "{root}/llama", "--device", "cuda"), 4, "torch sees no GPU"),
+    (("verify", "{root}/missing"), 2, "does not exist"),
+    (("verify", "{root}/empty"), 2, "no config.json"),
+    (("verify", "{root}/llama/config.json"), 2, "is a file"),
+    (("verify", "{root}/pickled"), 2, "pickle"),
+    (("verify", "{root}/untyped", "--random-weights"), 2, "no model type"),
+    (("verify", "{root}/llama", "--gguf-file", "weights.gguf"), 2, "has no file weights.gguf"),
+    (("verify", "{root}/llama", "--seqlen", "0"), 2, "x>=1"),
+    (("apply",), 2, "Missing argument 'MODEL'"),
+    (("apply", "{root}/missing"), 2, "does not exist"),
+    (("apply", "{root}/llama", "--save", "{root}/llama/config.json"), 2, "that is a file"),
+    (("audit", "--gpu", "abacus"), 2, "known: "),
+    (("audit", "--device", "cuda"), 4, "torch sees no GPU"),
+    (("audit", "{root}/missing"), 2, "does not exist"),
+    (("audit", "--markdown", "{root}/missing.md"), 2, "missing.md"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), BAD, ids=[" ".join(map(str, entry[0])) for entry in BAD])
+def test_bad_input_is_a_sentence(folders, arguments, code, words):
+    result = run(*(argument.format(root=folders) for argument in arguments))
+    assert result.exit_code == code, result.output
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_as_a_process_stdout_is_the_document_alone(folders):
+    command = [sys.executable, "-c", "from flashpatch.cli import main; main()"]
+    arguments = ["apply", str(folders / "llama"), "--json", "--seqlen", "12"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["dispatched"] == 2
+    assert done.stderr == ""
+
+
+# ---- verify: kernels ----
+
+
+def one_case(*features):
+    problem = Problem("forward", "bfloat16", 64, 64, frozenset(features))
+    return cases.Case(problem, 1, 20, 30, 2, 2)
+
+
+@pytest.fixture
+def single(monkeypatch):
+    """One small case in place of all."""
+    monkeypatch.setattr(verification, "cases", lambda device, quick: [one_case("causal")])
+
+
+needs_compiler = pytest.mark.skipif(emulator.available() is not None, reason="needs a C++ compiler")
+
+
+@needs_compiler
+def test_verify_runs_the_kernels_in_the_emulator(single):
+    code, report = run_json("verify")
+    assert code == 0 and report["backend"] == "emulated" and "There is no GPU" in report["statement"]
+    passed = [cell for cell in report["cells"] if cell["verdict"] == "passed"]
+    assert {cell["feature"] for cell in passed} == {"plain", "causal"}
+    assert all(cell["launches"] and cell["digests"] and cell["error"] <= cell["bound"] for cell in passed)
+    (case,) = report["cases"]
+    assert {check["tensor"] for check in case["checks"]} == {"out", "logsumexp", "dq", "dk", "dv"}
+    assert set(case["launches"]) == {"forward_sm80", "backward_delta", "backward_sm80", "backward_dq"}
+
+
+@needs_compiler
+def test_verify_in_words(single):
+    result = run("verify")
+    assert result.exit_code == 0
+    assert "4 of " in result.stdout and "claimed cells passed, 0 failed" in result.stdout
+    assert run("verify", "--require-gpu").exit_code == 3
+    assert run("verify", "--strict").exit_code == 3  # most cells were left out
+
+
+@needs_compiler
+def test_a_wrong_kernel_is_named(single, monkeypatch):
+    exact = launcher.forward
+
+    def wrong(plan, q, k, v, call):
+        out, logsumexp, copies = exact(plan, q, k, v, call)
+        return out.index_fill(1, torch.tensor([3]), 9.0), logsumexp, copies
+
+    monkeypatch.setattr(launcher, "forward", wrong)
+    result = run("verify", "--seed", 11)
+    assert result.exit_code == 1
+    assert "FAILED bf16-d64-causal" in result.stdout and "seed 11" in result.stdout and "[0, 3, " in result.stdout
+
+
+def test_nothing_launched_is_nothing_verified(single, monkeypatch):
+    monkeypatch.setattr(emulator, "available", lambda: None)
+    monkeypatch.setattr(verification, "_build", lambda *_: None)
+    monkeypatch.setattr(launcher, "forward", lambda plan, q, k, v, call: (*fallback.forward(q, k, v, call), 0))
+    monkeypatch.setattr(launcher, "backward", lambda plan, *arguments: (*fallback.backward(*arguments), 0))
+    result = run("verify")
+    assert result.exit_code == 3 and "Nothing was verified" in result.stdout
+
+
+def test_without_a_cpp_compiler_kernels_are_compiled_and_the_report_says_so(single, monkeypatch):
+    monkeypatch.setattr(emulator, "available", lambda: Reason("no_compiler", "none; type: apt install g++"))
+    monkeypatch.setattr(compiler, "available", lambda: None)
+    monkeypatch.setattr(compiler, "compile_cubin", lambda config, arch: (b"", ""))
+    code, report = run_json("verify")
+    assert code == 3 and report["backend"] == "compiled" and "not run" in report["statement"]
+
+
+def test_a_machine_that_can_do_nothing_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(emulator, "available", lambda: Reason("no_compiler", "none; type: apt install g++"))
+    monkeypatch.setattr(compiler, "available", lambda: Reason("no_cupy", "none; type: pip install it"))
+    result = run("verify")
+    assert result.exit_code == 4 and "apt install g++" in result.stderr and "pip install it" in result.stderr
+
+
+def test_demote_edits_the_matrix_by_its_evidence(monkeypatch, tmp_path):
+    data = yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))
+    for row in data["rows"]:
+        if "kernel" in row:
+            row["status"] = {**row["status"], "hopper": "verified"}
+            row["evidence"] = "h200.json"
+    path = tmp_path / "compat_matrix.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    monkeypatch.setattr(planning, "find", lambda name: path)
+    monkeypatch.setattr(planning, "support", lambda: planning.load_matrix(yaml.safe_load(path.read_text())))
+    monkeypatch.setattr(evidence, "folder", lambda: tmp_path)
+    result = run("verify", "--demote")
+    assert result.exit_code == 0 and "on hopper: verified -> compiled" in result.stdout
+    assert "h200.json is missing" in result.stdout
+    assert {cell.status for cell in planning.support().cells.values() if cell.generation == "hopper"} == {"compiled"}
+    assert "nothing to demote" in run("verify", "--demote").stdout
+
+
+# ---- verify: a model ----
+
+
+def test_verify_model_holds_on_a_cpu(folders):
+    code, report = run_json("verify", folders / "llama", *SHORT)
+    assert code == 0
+    assert {module["declines"][0].split(":")[0] for module in report["modules"]} == {"no_gpu"}
+    kinds = {comparison["kind"] for comparison in report["comparisons"]}
+    assert kinds == {"logits", "attention", "gradient"} and report["tokens"]["failing"] == 0
+    assert all(comparison["error"] <= comparison["bound"] for comparison in report["comparisons"])
+    assert report["yardstick"] == "eager attention, weights in float64"
+
+
+def test_verify_model_in_words(folders):
+    result = run("verify", folders / "llama", *SHORT, "--no-backward", "--dtype", "bf16")
+    assert result.exit_code == 0
+    assert "no kernel ran" in result.stdout and "Holds" in result.stdout and "gradients  " not in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--require-gpu", "--strict"])
+def test_verify_model_can_insist(folders, option):
+    result = run("verify", folders / "llama", *SHORT, "--no-backward", option)
+    assert result.exit_code == 3 and option in result.stdout
+
+
+def test_a_model_that_never_dispatches_is_not_verified(folders):
+    code, report = run_json("verify", folders / "bloom", *SHORT, "--no-backward")
+    assert code == 3 and not any(module["dispatched"] for module in report["modules"])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda out, logsumexp: (out * 1.01, logsumexp),
+        lambda out, logsumexp: (out.index_fill(1, torch.tensor([11]), math.nan), logsumexp),
+    ],
+    ids=["one percent off", "NaN"],
+)
+def test_a_wrong_model_is_a_mismatch(folders, monkeypatch, spoil):
+    exact = fallback.forward
+    monkeypatch.setattr(fallback, "forward", lambda q, k, v, call: spoil(*exact(q, k, v, call)))
+    code, report = run_json("verify", folders / "llama", *SHORT, "--no-backward")
+    assert code == 1
+    failed = {comparison["name"] for comparison in report["comparisons"] if not comparison["passed"]}
+    assert "model.layers.0.self_attn" in failed
+
+
+def test_a_wrong_gradient_alone_is_a_mismatch(folders, monkeypatch):
+    exact = fallback.backward
+
+    def wrong(*arguments):
+        dq, dk, *rest = exact(*arguments)
+        return dq, dk * 1.05, *rest
+
+    monkeypatch.setattr(fallback, "backward", wrong)
+    code, report = run_json("verify", folders / "llama", *SHORT)
+    failed = {comparison["kind"] for comparison in report["comparisons"] if not comparison["passed"]}
+    assert code == 1 and failed == {"gradient"}
+
+
+def test_nan_of_the_model_itself_is_said(folders):
+    result = run("verify", folders / "broken", *SHORT, "--no-backward")
+    assert result.exit_code == 1 and "The unpatched model itself is not finite" in result.stdout
+
+
+def test_a_patched_model_that_fails_is_named(folders, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no luck today")
+
+    monkeypatch.setattr(fallback, "forward", fail)
+    code, report = run_json("verify", folders / "llama", *SHORT, "--no-backward")
+    assert code == 1 and "no luck today" in report["error"]
+
+
+def test_the_model_is_left_as_it_was():
+    import transformers
+
+    sizes = {"vocab_size": 60, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=64)).bfloat16().train()
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    implementation = model.config._attn_implementation
+    verification.verify_model(model, {"input_ids": torch.arange(8)[None]}, backward=False)
+    assert model.training and model.config._attn_implementation == implementation
+    for name, tensor in model.state_dict().items():
+        assert tensor.data_ptr() == before[name][0] and torch.equal(tensor, before[name][1])
+
+
+# ---- apply ----
+
+
+def test_apply_reports_each_module(folders):
+    code, report = run_json("apply", folders / "llama", *SHORT, "--train")
+    assert code == 0 and report["dispatched"] == len(report["modules"]) == 2 and report["on_kernels"] == 0
+    assert report["directions"] == ["forward", "backward"]
+    assert all(module["calls"] == 1 for module in report["modules"])
+
+
+@needs_compiler
+def test_apply_on_emulated_kernels(folders, monkeypatch):
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    code, report = run_json("apply", folders / "llama", *SHORT, "--train", "--dtype", "bf16", "--strict")
+    assert code == 0 and report["on_kernels"] == 2
+    assert report["modules"][0]["launches"] == {"forward_sm80": 1, "backward_sm80": 1}
+    assert set(report["modules"][0]["backends"].values()) == {"emulated"}
+
+
+def test_apply_exit_codes(folders):
+    assert run("apply", folders / "llama", *SHORT, "--strict").exit_code == 3
+    result = run("apply", folders / "bloom", *SHORT)
+    assert result.exit_code == 3 and "0 of 2 attention modules called flashpatch" in result.stdout
+    result = run("apply", folders / "broken", *SHORT)
+    assert result.exit_code == 1 and "not finite" in result.stdout
+
+
+def test_apply_save_writes_a_copy_that_comes_up_patched(folders, tmp_path):
+    import transformers
+
+    import flashpatch
+
+    target = tmp_path / "copy"
+    assert run("apply", folders / "llama", *SHORT, "--save", target).exit_code == 0
+    assert flashpatch.load(target).config._attn_implementation == "fpatch"
+    assert transformers.AutoModelForCausalLM.from_pretrained(target).config._attn_implementation != "fpatch"
+    assert transformers.AutoModelForCausalLM.from_pretrained(folders / "llama").config._attn_implementation != "fpatch"
+
+
+def test_apply_leaves_nothing_patched(folders):
+    from flashpatch import patcher
+
+    run("apply", folders / "llama", *SHORT)
+    assert patcher._enabled.original is None
+
+
+# ---- audit ----
+
+
+def test_audit_without_a_gpu():
+    code, report = run_json("audit")
+    assert code == 0 and report["gpu"] is None and "--gpu" in report["statement"]
+    assert report["environment"]["torch"] == torch.__version__ and report["support"] == []
+
+
+@pytest.mark.parametrize("gpu", ["h200", "RTX 4090", "sm_80", "turing"])
+def test_audit_for_another_gpu_is_what_planning_decides(gpu):
+    _, report = run_json("audit", "--gpu", gpu)
+    device = planning.gpu(gpu)
+    assert report["generation"] == device.generation
+    for row in report["support"]:
+        for head_dim in row["head_dims"]:
+            features = frozenset() if row["feature"] == "plain" else frozenset([row["feature"]])
+            decision = planning.resolve(Problem(row["direction"], row["dtype"], head_dim, head_dim, features), device)
+            assert isinstance(decision, Plan) == (row["status"] != "unsupported")
+
+
+def test_audit_of_a_model(folders):
+    code, report = run_json("audit", folders / "llama", "--gpu", "h200", "--dtype", "bf16")
+    assert code == 0
+    assert [module["forward"].split()[0] for module in report["modules"]] == ["forward_sm80"] * 2
+    assert report["modules"][0]["features"] == ["causal", "gqa"] and report["modules"][0]["head_dim"] == 16
+    code, report = run_json("audit", folders / "llama", "--gpu", "t4", "--strict")
+    assert code == 3 and report["modules"][0]["reasons"][0].startswith("generation")
+    code, report = run_json("audit", folders / "bloom", "--gpu", "h200")
+    assert code == 3 and not report["modules"][0]["dispatched"]
+
+
+def test_audit_reads_no_weights(folders, tmp_path):
+    (tmp_path / "config.json").write_text((folders / "llama" / "config.json").read_text())
+    assert run("audit", tmp_path, "--gpu", "h200").exit_code == 0
+
+
+def test_audit_of_an_instance_leaves_it_as_it_was():
+    import transformers
+
+    sizes = {"vocab_size": 60, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=64))
+    weight = model.lm_head.weight.clone()
+    (module,) = auditing.plan(model, gpu="h200")
+    assert module.dispatched and module.dtype == "float32" and "dtype" in module.reasons[0]
+    assert model.config._attn_implementation == "sdpa" and torch.equal(model.lm_head.weight, weight)
+    assert model(torch.arange(4)[None]).logits.isfinite().all()
+
+
+def test_two_cupys_are_a_problem_with_a_remedy(monkeypatch):
+    versions = {"cupy-cuda12x": "14.0", "cupy-cuda13x": "14.0"}
+    monkeypatch.setattr(auditing, "_version", versions.get)
+    faults = {fault.code: fault for fault in auditing.environment().problems}
+    assert "pip uninstall" in faults["two_cupys"].remedy
+
+
+def test_a_missing_nvrtc_and_an_unwritable_cache_are_problems(monkeypatch):
+    monkeypatch.setattr(compiler, "available", lambda: Reason("no_nvrtc", "NVRTC was not found; type: pip install x"))
+    monkeypatch.setattr(compiler, "cache_dir", lambda: None)
+    codes = {fault.code for fault in auditing.environment().problems}
+    assert {"no_nvrtc", "no_cache"} <= codes
+
+
+# ---- rendering ----
+
+
+def test_numbers_json_has_no_word_for_are_null():
+    from flashpatch.cli import rendering
+
+    check = verification.Check("out", math.nan, math.inf, 1.0, False, "")
+    assert rendering.document(check)["error"] is None and rendering.document(check)["eager_error"] is None
+
+
+def test_progress_is_silent_where_there_is_no_terminal(capsys):
+    from flashpatch.cli import rendering
+
+    with rendering.progress("work") as advance:
+        advance(1, 2, "half")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_drawn_table(monkeypatch, capsys):
+    from flashpatch.cli import rendering
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    rendering.table(["a", "b"], [["[1]", 2]])
+    drawn = capsys.readouterr().out
+    assert "[1]" in drawn and drawn != "a    b\n[1]  2\n"
