@@ -66,8 +66,9 @@ def cases(device: Device, quick: bool = False) -> list[Case]:
     for dtype, bucket in buckets:
         if quick and bucket not in (64, 128):
             continue
-        combinations = _combinations(device, dtype, bucket, alone=on_gpu, size=2 if on_gpu or bucket == 64 else 1)
-        if not on_gpu and (dtype, bucket) == ("bfloat16", 64):
+        common = (dtype, bucket) == ("bfloat16", 64)
+        combinations = _combinations(device, dtype, bucket, alone=on_gpu, size=2 if on_gpu or common else 1)
+        if not on_gpu and common:
             combinations = [*EVERYDAY, *combinations]
         for features in combinations:
             found.append(_case(device, dtype, bucket, features, len(found), padded=len(found) % 3 == 1))
@@ -104,30 +105,32 @@ def _problem(dtype: str, head_dim: int, features: frozenset[str]) -> Problem:
 
 
 def _combinations(device: Device, dtype: str, bucket: int, alone: bool, size: int) -> list[frozenset[str]]:
-    """Each feature alone, if asked, and sets as large as may be until all `size` features that may meet have met.
+    """Each feature alone, if asked, and for every kernel sets as large as may be, until all `size` of its features that
+    may meet have met on it."""
+    matrix = planning.support()
+    chosen: dict[frozenset[str], None] = {frozenset(): None}
+    for kernel, direction in matrix.kernels.items():
+        names = [name for name in matrix.features if name != "plain"]
+        features = [name for name in names if matrix.cell(kernel, device.generation, dtype, bucket, name)]
 
-    First sets that run in both directions, then those that only a forward takes.
-    """
+        def runs(asked: Iterable[str], kernel=kernel, direction=direction) -> bool:
+            forward = _problem(dtype, bucket, frozenset(asked))
+            plan = planning.resolve(replace(forward, direction=direction), device)
+            here = isinstance(plan, Plan) and plan.config.kernel == kernel
+            return here and isinstance(planning.resolve(forward, device), Plan)
 
-    def runs(names: Iterable[str], directions: tuple[str, ...]) -> bool:
-        problem = _problem(dtype, bucket, frozenset(names))
-        problems = (replace(problem, direction=direction) for direction in directions)
-        return all(isinstance(planning.resolve(problem, device), Plan) for problem in problems)
-
-    names = [name for name in planning.support().features if name != "plain"]
-    features = [name for name in names if runs([name], ("forward",))]
-    chosen = [frozenset(), *(frozenset([name]) for name in features)] if alone else []
-    met: set[frozenset[str]] = set()
-    for directions in (("forward", "backward"), ("forward",)):
-        groups = {frozenset(group) for group in itertools.combinations(features, size) if runs(group, directions)}
+        if alone:
+            chosen.update((frozenset([name]), None) for name in features if runs([name]))
+        groups = {frozenset(group) for group in itertools.combinations(features, size) if runs(group)}
+        met: set[frozenset[str]] = set()
         while unmet := groups - met:
             together = set(min(unmet, key=sorted))
             for name in features:
-                if runs(together | {name}, directions):
+                if runs(together | {name}):
                     together.add(name)
-            chosen.append(frozenset(together))
+            chosen[frozenset(together)] = None
             met |= {frozenset(group) for group in itertools.combinations(sorted(together), size)}
-    return chosen
+    return list(chosen)
 
 
 # ---- inputs ----
