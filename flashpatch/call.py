@@ -38,6 +38,8 @@ class Call:
     cu_seqlens_k: torch.Tensor | None = None  # [batch + 1], int32
     seqused_k: torch.Tensor | None = None  # [batch], int32
     rng_state: torch.Tensor | None = None  # [2], int64: Philox seed and offset
+    ready: object = None  # the prepared launch of a Call that is kept for one signature of tensors on a GPU
+    expanded: bool = False  # whether masks and biases have their full shapes, which all layers below `ops` rely on
 
     def is_plain(self) -> bool:
         """Whether the call has no tensors beside q, k and v."""

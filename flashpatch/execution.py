@@ -26,25 +26,31 @@ _backwards: dict[tuple, launcher.Backward | Decline] = {}
 _failures: dict[tuple, Reason] = {}  # (kernel Config, device) that could not be built or loaded
 
 
-def forward(q, k, v, call: Call, layer: int, strict: bool, key: tuple | None = None):
-    """(out, logsumexp) of a checked call, by a kernel or by the fallback. `key` is signature(q, k, v, call) if known."""
+def forward(q, k, v, call: Call, layer: int, strict: bool):
+    """(out, logsumexp) of a checked call, by a kernel or by the fallback."""
     counts = layers[layer]
     record_call(counts)
-    key = key or signature(q, k, v, call)
-    ready = _forwards.get(key)
-    if ready is None:
-        decision = decide("forward", q, k, v, call)
-        ready = launcher.Forward(decision, q, k, v, call) if isinstance(decision, Plan) else decision
-        _keep(_forwards, key, ready)
+    ready = call.ready or prepare(q, k, v, call)
     if ready.__class__ is not Decline:
         try:
             out, logsumexp, copies = ready.run(q, k, v, call)
             counts.launched(ready.plan, copies)
             return out, logsumexp
         except CompileError as error:
-            ready = _failed(_forwards, key, ready.plan, error)
+            ready = call.ready = _failed(_forwards, signature(q, k, v, call), ready.plan, error)
     _declined(ready, layer, strict)
     return fallback.forward(q, k, v, call)
+
+
+def prepare(q, k, v, call: Call) -> launcher.Forward | Decline:
+    """The forward of a call ready to launch, or why no kernel takes it; decided once per signature."""
+    key = signature(q, k, v, call)
+    ready = _forwards.get(key)
+    if ready is None:
+        decision = decide("forward", q, k, v, call)
+        ready = launcher.Forward(decision, q, k, v, call) if isinstance(decision, Plan) else decision
+        _keep(_forwards, key, ready)
+    return ready
 
 
 def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, strict: bool):

@@ -49,6 +49,7 @@ _ARGUMENT_BYTES = 5 * tensor_maps.BYTES + _POINTERS.size + _REST.size + _COUNTER
 # cuLaunchKernel's limit for gridDim.x
 _MAX_BLOCKS = 2**31 - 1
 
+_MOST_MAPS = 1024
 # The emulator runs the CTAs of a persistent grid one after another; a few are enough to share out tiles.
 _EMULATED_MULTIPROCESSORS = 3
 
@@ -90,7 +91,7 @@ def _takes_maps(config: Config) -> bool:
 class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
-    __slots__ = ("blocks", "kernel", "out_shape", "plan", "readable", "rest", "statistics_shape", "tma")
+    __slots__ = ("blocks", "kernel", "maps", "out_shape", "plan", "readable", "rest", "statistics_shape", "tma")
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
         self.plan = plan
@@ -103,6 +104,7 @@ class Forward:
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(self.out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.tma = _takes_maps(plan.config)
+        self.maps: dict[tuple, bytes] = {}  # of the addresses seen: torch's allocator hands out the same ones again
         if self.tma:  # persistent: one CTA per multiprocessor takes tiles from a counter
             self.blocks = min(self.blocks, plan.device.multiprocessors or _EMULATED_MULTIPROCESSORS)
 
@@ -131,7 +133,12 @@ class Forward:
             counters = _tile_counters(q.device)
             tensors = (*tensors, counters)
             argument += _COUNTERS.pack(counters.data_ptr())
-            packed = _maps(self.plan.config, q, k, v, None, None, None) + packed
+            maps = self.maps.get(pointers)
+            if maps is None:
+                if len(self.maps) >= _MOST_MAPS:
+                    self.maps.clear()
+                maps = self.maps[pointers] = _maps(self.plan.config, q, k, v, None, None, None)
+            packed = maps + packed
         self.kernel.launch(self.blocks, packed + argument, tensors, call)
         return out, logsumexp, 0
 

@@ -53,6 +53,7 @@ def _call_of(bias, mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqle
 
 def _expanded(call: Call, q, k) -> Call:
     """The Call as the layers below take it: broadcasts expanded by stride 0, windows that hide nothing dropped."""
+    call.expanded = True
     if call.window_left >= call.max_seqlen_k - 1:
         call.window_left = -1
     if call.window_right >= call.max_seqlen_q - 1:
@@ -130,12 +131,12 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, sinks, call, layer, strict, traced, key):
+    def forward(ctx, q, k, v, bias, sinks, call, layer, strict, traced):
         if traced:
             with torch._C._AutoDispatchBelowAutograd():
                 out, logsumexp = _forward_op(q, k, v, *_flat(call), strict, layer)
         else:
-            out, logsumexp = execution.forward(q, k, v, call, layer, strict, key)
+            out, logsumexp = execution.forward(q, k, v, call, layer, strict)
         ctx.save_for_backward(q, k, v, out, logsumexp, bias, sinks)
         ctx.call, ctx.layer, ctx.strict, ctx.traced = call, layer, strict, traced
         ctx.set_materialize_grads(False)
@@ -157,7 +158,7 @@ class _Attention(torch.autograd.Function):
         dsinks = None if sinks is None else _like(dsinks, sinks)
         if torch.is_grad_enabled():
             dq, dk, dv, dbias, dsinks = _OnceDifferentiable.apply(dq, dk, dv, dbias, dsinks, q, k, v, dout, bias, sinks)
-        return dq, dk, dv, dbias, dsinks, None, None, None, None, None
+        return dq, dk, dv, dbias, dsinks, None, None, None, None
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -189,7 +190,7 @@ def _autograd_forward(q, k, v, *arguments):
     *flat, strict, layer = arguments
     call = _call_of(*flat)
     if _needs_gradient(q, k, v, call):
-        return _Attention.apply(q, k, v, call.bias, call.sinks, call, layer, strict, True, None)
+        return _Attention.apply(q, k, v, call.bias, call.sinks, call, layer, strict, True)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(q, k, v, *arguments)
 
@@ -282,13 +283,32 @@ def attention(
         ValueError, TypeError: arguments that contradict each other, each named.
         DeclinedError: no kernel takes the call and `on_decline="error"`; every reason at once.
     """
-    arguments = dict(
-        window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
+    key = None
+    plain = (
+        bias is None and mask is None and key_ranges is None and alibi_slopes is None and sinks is None
+        and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None and dropout_p == 0.0
+    )  # fmt: skip
+    if plain and not torch.compiler.is_compiling():
+        try:
+            key = (
+                q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device,
+                k.device, v.device, causal, softmax_scale, window_size, softcap, max_seqlen_q, max_seqlen_k,
+                deterministic or torch.are_deterministic_algorithms_enabled(), on_decline,
+            )  # fmt: skip
+            call = _known.get(key)
+        except (AttributeError, TypeError):  # not tensors, or not hashable: check has the words
+            key = call = None
+        if call is not None and _is_eager(q):
+            out, logsumexp = _run(q, k, v, call, DIRECT, on_decline == "error")
+            return (out, logsumexp) if return_logsumexp else out
+    problems = check(
+        q, k, v, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k,
         on_decline=on_decline,
     )  # fmt: skip
-    _require_sound(q, k, v, arguments)
+    if problems:
+        raise ValueError("flashpatch.attention: " + "; ".join(problems))
     left, right = window_size
     call = Call(
         q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
@@ -299,31 +319,18 @@ def attention(
         seqused_k,
     )  # fmt: skip
     out, logsumexp = attend(q, k, v, call, DIRECT, strict=on_decline == "error")
+    if key is not None and q.dtype == k.dtype == v.dtype:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        if q.device.type == "cuda" and call.expanded:
+            call.ready = execution.prepare(q, k, v, call)
+        _known[key] = call
     return (out, logsumexp) if return_logsumexp else out
 
 
-_sound: set[tuple] = set()  # plain arguments that were checked and found right
-_MOST_SOUND = 4096
-
-
-def _require_sound(q, k, v, arguments: dict) -> None:
-    """Raise ValueError with everything wrong about the arguments. Arguments without values to look at are checked once."""
-    key = None
-    if not torch.compiler.is_compiling():
-        try:
-            key = (
-                q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, *arguments.values(),
-            )  # fmt: skip
-            if key in _sound:
-                return
-        except (AttributeError, TypeError):
-            key = None  # not tensors, or not hashable: check has the words
-    if problems := check(q, k, v, **arguments):
-        raise ValueError("flashpatch.attention: " + "; ".join(problems))
-    if key is not None and not any(isinstance(value, torch.Tensor) for value in arguments.values()):
-        if len(_sound) >= _MOST_SOUND:
-            _sound.clear()
-        _sound.add(key)
+# Plain calls that were checked and found right, by everything their arguments are: the Call made of them.
+_known: dict[tuple, Call] = {}
+_MOST_KNOWN = 4096
 
 
 def _is_eager(q: torch.Tensor) -> bool:
@@ -350,11 +357,17 @@ def attend(q, k, v, call: Call, layer: int, strict: bool = False) -> tuple[torch
         q, k, v = _common_dtype(q, k, v)
     if not _is_eager(q):
         return _forward_op(q, k, v, *_flat(call), strict, layer)
+    return _run(q, k, v, call, layer, strict)
+
+
+def _run(q, k, v, call: Call, layer: int, strict: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """An eager call, straight to the bodies."""
     bias, sinks, needs_gradient = call.bias, call.sinks, _needs_gradient(q, k, v, call)
-    with torch.no_grad():
-        call = _expanded(call, q, k)
+    if not call.expanded:
+        with torch.no_grad():
+            call = _expanded(call, q, k)
     if needs_gradient:
-        return _Attention.apply(q, k, v, bias, sinks, call, layer, strict, False, None)
+        return _Attention.apply(q, k, v, bias, sinks, call, layer, strict, False)
     return execution.forward(q, k, v, call, layer, strict)
 
 
