@@ -67,7 +67,7 @@ def cases(device: Device, quick: bool = False) -> list[Case]:
         if quick and bucket not in (64, 128):
             continue
         common = (dtype, bucket) == ("bfloat16", 64)
-        combinations = _combinations(device, dtype, bucket, alone=on_gpu, size=2 if on_gpu or common else 1)
+        combinations = _combinations(device, dtype, bucket, alone=on_gpu, size=2 if on_gpu or bucket == 64 else 1)
         if not on_gpu and common:
             combinations = [*EVERYDAY, *combinations]
         for features in combinations:
