@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -399,7 +400,11 @@ class ModelComparison:
     error: Annotated[float, "patched: largest absolute difference; null if not finite"]
     eager_error: Annotated[float, "the same for eager attention in the model's own dtype"]
     default_error: Annotated[float, "the same for the unpatched model as it was loaded; not part of the verdict"]
-    bound: Annotated[float, "2 x eager_error (gradients 3 x) + rounding of the dtype at the quantity's scale"]
+    bound: Annotated[
+        float,
+        "2 x eager_error (gradients 3 x; it counts as at least the median of its kind) + rounding of the dtype at the "
+        "quantity's scale",
+    ]
     passed: Annotated[bool, "error is within bound"]
     message: Annotated[str, "where and by how much, if it is not"]
 
@@ -672,44 +677,55 @@ def _highest_precision():
 
 
 def _model_comparisons(patched, eager, unpatched, expected) -> list[ModelComparison]:
-    groups: dict[str, float] = {}
-    for (kind, name), tensor in expected.items():
-        if kind == "gradient" and tensor.numel():
-            groups[_group(name)] = max(groups.get(_group(name), 0.0), float(tensor.abs().max()))
-    found = []
+    scales = _scales(expected)
+    found, own_errors = {}, {}
     for key, reference_ in expected.items():
-        kind, name = key
-        # The rounding allowed is that of the quantity's own scale. A gradient's is that of its block: a bias of the
-        # keys, say, has a gradient that is zero but for rounding.
-        largest = groups[_group(name)] if kind == "gradient" and reference_.numel() else _largest(reference_)
-        # dividing by a power of two rounds nothing
-        scale = 2.0 ** math.ceil(math.log2(largest)) if 0.0 < largest < math.inf else 1.0
-        factor = tolerance.GRADIENT_FACTOR if kind == "gradient" else tolerance.FORWARD_FACTOR
         missing = next((label for label, seen in (("patched", patched), ("eager", eager)) if key not in seen), "")
         if missing:
-            message = f"{kind} {name} exists in eager attention on upcast weights but not {missing}"
-            found.append(ModelComparison(kind, name, math.nan, math.nan, math.nan, 0.0, False, message))
+            message = f"{' '.join(key)} exists in eager attention on upcast weights but not {missing}"
+            found[key] = ModelComparison(*key, math.nan, math.nan, math.nan, 0.0, False, message)
             continue
-        outcome, own, default = (
-            tolerance.compare(seen[key] / scale, eager[key] / scale, reference_ / scale, factor=factor)
+        outcomes = [
+            tolerance.compare(seen[key] / scales[key], eager[key] / scales[key], reference_ / scales[key], factor=1.0)
             for seen in (patched, eager, {**expected, **unpatched})
-        )
+        ]
+        found[key] = outcomes
+        own_errors.setdefault(key[0], []).append(outcomes[1].error)
+    # Of hundreds of quantities, eager is by luck next to exact in some. None need be better than it typically is.
+    typical = {kind: statistics.median(errors) for kind, errors in own_errors.items()}
+    for (kind, name), outcomes in found.items():
+        if isinstance(outcomes, ModelComparison):
+            continue
+        outcome, own, default = outcomes
+        scale = scales[kind, name]
+        factor = tolerance.GRADIENT_FACTOR if kind == "gradient" else tolerance.FORWARD_FACTOR
         # a quantity that should be zero has no rounding of its own to allow for
-        bound = max(outcome.bound, factor * own.error + torch.finfo(patched[key].dtype).eps)
+        rounding = max(outcome.bound - own.error, torch.finfo(patched[kind, name].dtype).eps)
+        bound = factor * max(own.error, typical[kind]) + rounding
         outcome = dataclasses.replace(outcome, bound=bound, ok=outcome.error <= bound and math.isfinite(own.error))
         message = "" if outcome.ok else outcome.message(f"{kind} {name}, in units of {scale:.3g}")
         errors = (outcome.error * scale, own.error * scale, default.error * scale, outcome.bound * scale)
-        found.append(ModelComparison(kind, name, *errors, outcome.ok, message))
-    return found
+        found[kind, name] = ModelComparison(kind, name, *errors, outcome.ok, message)
+    return list(found.values())
+
+
+def _scales(expected: _Observation) -> dict[tuple[str, str], float]:
+    """The size of each quantity, as the power of two above it (dividing by that rounds nothing).
+
+    A gradient's is that of its block: a bias of the keys, say, has a gradient that is zero but for rounding.
+    """
+    largest = {key: float(tensor.abs().max()) if tensor.numel() else 0.0 for key, tensor in expected.items()}
+    blocks: dict[str, float] = {}
+    for (kind, name), value in largest.items():
+        if kind == "gradient":
+            blocks[_group(name)] = max(blocks.get(_group(name), 0.0), value)
+    sizes = {key: blocks[_group(key[1])] if key[0] == "gradient" else value for key, value in largest.items()}
+    return {key: 2.0 ** math.ceil(math.log2(size)) if 0.0 < size < math.inf else 1.0 for key, size in sizes.items()}
 
 
 def _group(parameter: str) -> str:
     """The block a parameter belongs to: `layers.0.self_attn.k_proj.bias` -> `layers.0.self_attn`."""
     return ".".join(parameter.split(".")[:-2])
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _tokens(patched, expected, comparisons) -> TokenCheck | None:

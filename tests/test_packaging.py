@@ -47,8 +47,8 @@ def _files() -> list[str]:
     kept = ("flashpatch", "cuda_src", "cli")
     return [
         str(path.relative_to(ROOT))
-        for path in (*ROOT.glob("*.*"), *(path for name in kept for path in (ROOT / name).rglob("*")))
-        if path.is_file() and "__pycache__" not in path.parts
+        for path in (*ROOT.iterdir(), *(path for name in kept for path in (ROOT / name).rglob("*")))
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
     ]
 
 
