@@ -189,11 +189,11 @@ DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_fra
     for (int row = 0; row < 16; ++row) {
       const bool upper = row >= 8, mine = lane >> 2 == (row & 7);
       const bool redo = vote_any(mine && !(upper ? finite[1] : finite[0]));
-      const int i = i_first - (lane >> 2) + row;
+      const int i = uniform(i_first - (lane >> 2) + row);
       float row_logsumexp = mine && (lane & 3) == 0 ? (upper ? logsumexp[0][1] : logsumexp[0][0]) : 0.f;
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes >>= 1) row_logsumexp += shfl_xor(row_logsumexp, lanes);
-      if (redo && i < s.q_length) recompute_row(p, s, work.head, i, row_logsumexp);
+      if (redo && i < uniform(s.q_length)) recompute_row(p, s, work.head, i, row_logsumexp);
     }
   }
 }

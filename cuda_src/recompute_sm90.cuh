@@ -2,15 +2,17 @@
 // p = 0, and 0 * NaN is NaN: rows whose O came out not finite are computed here once more. Slow, and taken only where V
 // (or what a row sees) holds NaN or Inf.
 #pragma once
+#include "ptx_sm90.cuh"
 #include "scores.cuh"
 
-// Row i of `out` again, by one warp.
+// Row i of `out` again, by one warp. Control flow is uniform and known to be: were it not, the compiler would keep what the
+// caller has in uniform registers (descriptors above all) in ordinary ones.
 DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, float logsumexp) {
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
   const u16* q = q_of(p, s, head).from(i).first;
   const Rows<const u16> k = k_of(p, s, kv_head), v = v_of(p, s, kv_head);
   const Scores scores = scores_of(p, s, head);
-  const Span keys = keys_of(p, s, i);
+  const Span seen = keys_of(p, s, i), keys = {uniform(seen.begin), uniform(seen.end)};
   float acc[kHeadDimV / 32];  // columns lane, lane + 32, ...
 #pragma unroll
   for (int c = 0; c < kHeadDimV / 32; ++c) acc[c] = 0.f;
