@@ -24,6 +24,7 @@ _MANY = 0x7FFF0000
 _DATA_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 def encode(tensor: torch.Tensor, tile_rows: int, ragged: bool | None) -> bytes:
@@ -71,14 +72,29 @@ def _encode_by_driver(address: int, dtype: torch.dtype, dims, strides, box) -> b
     u32s, u64s = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
     room = (ctypes.c_char * (BYTES + 64))()
     target = (ctypes.addressof(room) + 63) & ~63  # the driver wants 64-byte alignment
-    error = _driver().cuTensorMapEncodeTiled(
+    arguments = (
         ctypes.c_void_p(target), _DATA_TYPES[dtype], ctypes.c_uint32(rank), ctypes.c_void_p(address), u64s(*dims),
         (ctypes.c_uint64 * (rank - 1))(*strides), u32s(*box), u32s(*(1,) * rank), 0, _SWIZZLE_128B,
         _L2_PROMOTION_256B, 0,
     )  # fmt: skip
+    error = _driver().cuTensorMapEncodeTiled(*arguments)
+    if error == _INVALID_CONTEXT:  # a thread of autograd's that has not called CUDA yet
+        _make_context_current()
+        error = _driver().cuTensorMapEncodeTiled(*arguments)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled returned {error} for dims {dims}, strides {strides}, box {box}")
     return ctypes.string_at(target, BYTES)
+
+
+def _make_context_current() -> None:
+    """Make the primary context of torch's current device, which torch itself uses, current in this thread."""
+    context = ctypes.c_void_p()
+    for error in (
+        _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device()),
+        _driver().cuCtxSetCurrent(context),
+    ):
+        if error:
+            raise RuntimeError(f"CUDA's context could not be made current in this thread: error {error}")
 
 
 @functools.lru_cache(maxsize=1)

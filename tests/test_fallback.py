@@ -269,7 +269,8 @@ class Inputs:
         results = {name: x for name, x in zip(names, (out, logsumexp, *grads), strict=True) if x is not None}
         if self.bias is not None:
             reduced = [
-                1 if size > 1 and stride == 0 else size for size, stride in zip(call.bias.shape, call.bias.stride())
+                1 if size > 1 and stride == 0 else size
+                for size, stride in zip(call.bias.shape, call.bias.stride(), strict=True)
             ]
             assert list(results["dbias"].shape) == reduced
             results["dbias"] = results["dbias"].sum_to_size(self.bias.shape)  # expanded to size 0
