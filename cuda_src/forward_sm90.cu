@@ -94,7 +94,8 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   u32 index = block_index();
   while (index < tiles) {
     const u32 next = atomic_add_global(params.tile_counters, 1) + grid_size();  // arrives while this tile loads
-    const Position position = kHasWindow ? longest_first(p, index) : position_of(index, p.m_blocks, p.num_heads_q);
+    constexpr i64 kL2Bytes = 32 << 20;  // of 50 MB: head dim 128 causal at 8192 reads 667 TFLOP/s, with 16 MB 644
+    const Position position = kHasWindow ? longest_first<kL2Bytes>(p, index) : position_of(index, p.m_blocks, p.num_heads_q);
     const Sequence s = sequence_of(p, position.batch);
     const int first_row = position.block * kBlockM;
     index = next;

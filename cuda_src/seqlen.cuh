@@ -100,9 +100,9 @@ DEVICE Position position_of(u32 index, int blocks, int heads) {
   return {(int)(index % (u32)blocks), (int)(row % (u32)heads), (int)(row / (u32)heads)};
 }
 
-// Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in L2.
-DEVICE Position longest_first(const Params& p, u32 index) {
-  constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
+// Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in
+// kL2Bytes of L2.
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index) {
   const i64 head_bytes = (i64)larger(p.seqlen_k, 1) * (kHeadDim + kHeadDimV) * 2;
   const i64 fitting = kL2Bytes / head_bytes;
   const u32 rows = (u32)p.batch * p.num_heads_q, group = p.num_heads_q / p.num_heads_kv;

@@ -10,7 +10,7 @@ import torch
 TENSORS = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "alibi_slopes", "sinks", "rng_state",
 )  # fmt: skip
-_NO_POINTERS = (0,) * len(TENSORS)
+NO_POINTERS = (0,) * len(TENSORS)
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Call:
     def pointers(self) -> tuple[int, ...]:
         """Device addresses of TENSORS, 0 for those that are not given."""
         if self.is_plain():
-            return _NO_POINTERS
+            return NO_POINTERS
         tensors = (getattr(self, name) for name in TENSORS)
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 

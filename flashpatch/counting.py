@@ -27,10 +27,12 @@ class LayerCounts:
 
     def launched(self, plan: Plan, copies: int = 0) -> None:
         kernel = plan.config.kernel
-        self.copies += copies
         self.launches[kernel] += 1
-        self.statuses[kernel] = plan.status
-        self.backends[kernel] = plan.device.backend
+        if copies:
+            self.copies += copies
+        if kernel not in self.statuses:
+            self.statuses[kernel] = plan.status
+            self.backends[kernel] = plan.device.backend
 
     def reset(self) -> None:
         self.__init__(self.name)

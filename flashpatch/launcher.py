@@ -15,6 +15,7 @@ from collections import Counter
 import torch
 
 from . import compiler, emulator, tensor_maps
+from .call import NO_POINTERS as _NO_POINTERS
 from .call import TENSORS, Call
 from .planning import shared_memory
 from .problem import Config, Device, Plan, Reason
@@ -91,17 +92,22 @@ def _takes_maps(config: Config) -> bool:
 class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
-    __slots__ = ("blocks", "kernel", "maps", "out_shape", "plan", "readable", "rest", "statistics_shape", "tma")
+    __slots__ = (
+        "blocks", "kernel", "maps", "new_out", "new_statistics", "plain", "plan", "readable", "rest", "tma", "varlen",
+    )  # fmt: skip
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
         self.plan = plan
         self.readable = all(map(_has_readable_strides, (q, k, v)))
         q, k, v = map(_readable, (q, k, v))
-        self.out_shape = (*q.shape[:-1], v.shape[-1])
-        self.statistics_shape = _statistics_shape(q, call)
+        out_shape = (*q.shape[:-1], v.shape[-1])
+        # One element that stands for the whole: empty_like of it costs a third of torch.empty with its keywords.
+        self.new_out = torch.empty(1, dtype=q.dtype, device=q.device).expand(out_shape)
+        self.new_statistics = torch.empty(1, dtype=torch.float32, device=q.device).expand(_statistics_shape(q, call))
+        self.plain, self.varlen = call.is_plain(), call.cu_seqlens_q is not None
         shapes = _Shapes(plan.config, q, k, call)
         self.blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
-        self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(self.out_shape))
+        self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.tma = _takes_maps(plan.config)
         self.maps: dict[tuple, bytes] = {}  # of the addresses seen: torch's allocator hands out the same ones again
@@ -117,20 +123,18 @@ class Forward:
             if copies:
                 out, logsumexp, _ = Forward(self.plan, *copied, call).run(*copied, call)
                 return out, logsumexp, copies
-        if call.cu_seqlens_q is None:
-            out = torch.empty(self.out_shape, dtype=q.dtype, device=q.device)
-            logsumexp = torch.empty(self.statistics_shape, dtype=torch.float32, device=q.device)
-        else:  # rows of no sequence are nobody's to write
-            out = torch.zeros(self.out_shape, dtype=q.dtype, device=q.device)
-            logsumexp = torch.full(self.statistics_shape, -torch.inf, dtype=torch.float32, device=q.device)
-        optional = call.pointers()
+        out, logsumexp = torch.empty_like(self.new_out), torch.empty_like(self.new_statistics)
+        if self.varlen:  # rows of no sequence are nobody's to write
+            out.zero_()
+            logsumexp.fill_(-torch.inf)
+        optional = _NO_POINTERS if self.plain else call.pointers()
         argument = self.rest
         packed = _POINTERS.pack(
             *pointers, out.data_ptr(), logsumexp.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:]
         )
         tensors = (q, k, v, out, logsumexp)
         if self.tma:
-            counters = _tile_counters(q.device)
+            counters = _tile_counters(q.device, self.plan.device.index)
             tensors = (*tensors, counters)
             argument += _COUNTERS.pack(counters.data_ptr())
             maps = self.maps.get(pointers)
@@ -233,19 +237,19 @@ def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool |
     ))  # fmt: skip
 
 
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+_counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def _tile_counters(device: torch.device) -> torch.Tensor:
+def _tile_counters(device: torch.device, index: int) -> torch.Tensor:
     """Two zeroed words that a persistent kernel takes its tiles from, and zeroes again: one pair per stream.
 
     A captured graph gets its own, zeroed by the graph itself, because it may be replayed beside eager calls.
     """
     if device.type != "cuda":
         return torch.zeros(2, dtype=torch.int32)
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
     counters = _counters.get(key)
     if counters is None:
         counters = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -374,6 +378,7 @@ class _Stream:
 
 
 _thread = _Thread()
+_streams: dict[int, _Stream] = {}
 
 
 class _Kernel:
@@ -413,7 +418,8 @@ class _Kernel:
 
             thread.arguments = (CPointer(thread.address),)
         thread.buffer[: len(argument)] = argument
-        stream = _Stream(torch._C._cuda_getCurrentRawStream(index))
+        handle = torch._C._cuda_getCurrentRawStream(index)
+        stream = _streams.get(handle) or _streams.setdefault(handle, _Stream(handle))
         if torch._C._cuda_getDevice() == index:
             self.function((blocks, 1, 1), self.block, thread.arguments, self.shared, stream)
         else:

@@ -284,21 +284,14 @@ def attention(
         DeclinedError: no kernel takes the call and `on_decline="error"`; every reason at once.
     """
     key = None
-    plain = (
+    if (
         bias is None and mask is None and key_ranges is None and alibi_slopes is None and sinks is None
         and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None and dropout_p == 0.0
-    )  # fmt: skip
-    if plain and not torch.compiler.is_compiling():
-        try:
-            key = (
-                q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device,
-                k.device, v.device, causal, softmax_scale, window_size, softcap, max_seqlen_q, max_seqlen_k,
-                deterministic or torch.are_deterministic_algorithms_enabled(), on_decline,
-            )  # fmt: skip
-            call = _known.get(key)
-        except (AttributeError, TypeError):  # not tensors, or not hashable: check has the words
-            key = call = None
-        if call is not None and _is_eager(q):
+        and max_seqlen_q is None and max_seqlen_k is None and _is_eager(q)
+    ):  # fmt: skip
+        key = _plain_key(q, k, v, causal, softmax_scale, window_size, softcap, deterministic, on_decline)
+        call = _known.get(key)
+        if call is not None:
             out, logsumexp = _run(q, k, v, call, DIRECT, on_decline == "error")
             return (out, logsumexp) if return_logsumexp else out
     problems = check(
@@ -319,13 +312,26 @@ def attention(
         seqused_k,
     )  # fmt: skip
     out, logsumexp = attend(q, k, v, call, DIRECT, strict=on_decline == "error")
-    if key is not None and q.dtype == k.dtype == v.dtype:
+    if key is not None and call.expanded:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        if q.device.type == "cuda" and call.expanded:
-            call.ready = execution.prepare(q, k, v, call)
+        call.ready = execution.prepare(q, k, v, call)
         _known[key] = call
     return (out, logsumexp) if return_logsumexp else out
+
+
+def _plain_key(q, k, v, causal, softmax_scale, window_size, softcap, deterministic, on_decline) -> tuple | None:
+    """All that a plain call's result depends on beside the values; None for what `check` will refuse."""
+    try:
+        index, dtype = q.get_device(), q.dtype
+        if index < 0 or k.get_device() != index or v.get_device() != index or k.dtype != dtype or v.dtype != dtype:
+            return None
+        return (
+            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dtype, index, causal, softmax_scale,
+            *window_size, softcap, deterministic or torch.are_deterministic_algorithms_enabled(), on_decline,
+        )  # fmt: skip
+    except (AttributeError, TypeError):
+        return None
 
 
 # Plain calls that were checked and found right, by everything their arguments are: the Call made of them.
@@ -337,7 +343,7 @@ def _is_eager(q: torch.Tensor) -> bool:
     """Whether nobody traces, transforms or casts: then the operators' bodies can be called directly."""
     return not (
         torch.compiler.is_compiling()
-        or type(q) not in (torch.Tensor, torch.nn.Parameter)
+        or type(q) is not torch.Tensor
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.is_autocast_enabled(q.device.type)
