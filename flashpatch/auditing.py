@@ -128,7 +128,7 @@ def _gpus() -> tuple[list[str], list[Fault]]:
 
 def _driver() -> str | None:
     """The newest CUDA the driver supports, "13.0"."""
-    number = torch._C._cuda_getDriverVersion()
+    number = compiler.driver_version()
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 

@@ -151,6 +151,11 @@ def _check(name: str, actual, eager, expected, dtype: torch.dtype) -> Check:
         # eager's largest error to say what that rounding costs
         bound = outcome.bound + torch.finfo(dtype).eps * float(expected.abs().max())
         outcome = dataclasses.replace(outcome, bound=bound, ok=math.isfinite(outcome.error) and outcome.error <= bound)
+    if name == "logsumexp" and expected.numel():
+        # the device's exp2 and log2 are good to 2 ulp each; of a few rows eager may hit every one exactly
+        largest = float(expected[expected.isfinite()].abs().max()) if expected.isfinite().any() else 0.0
+        bound = outcome.bound + 4 * torch.finfo(torch.float32).eps * max(1.0, largest)
+        outcome = dataclasses.replace(outcome, bound=bound, ok=math.isfinite(outcome.error) and outcome.error <= bound)
     eager_error = tolerance.compare(eager, eager, expected, factor=factor).error
     message = "" if outcome.ok else outcome.message(name)
     return Check(name, outcome.error, eager_error, outcome.bound, outcome.ok, message)
