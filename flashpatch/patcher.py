@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import counting, masks, ops
+from . import counting, mask_functions, masks, ops
 from .call import Call
 from .masks import MaskSpec
 from .problem import Decline, DeclinedError, Problem, Reason
@@ -90,7 +90,7 @@ def register() -> None:
         raise RuntimeError(reason)
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-    masks.teach(masking_utils)
+    mask_functions.teach(masking_utils)
     masks.on_materialise = _materialised_by_model
     _unattributed = counting.register_layer("layers that share a compiled graph")
     _model_code = counting.register_layer("masks a model computes with itself")
@@ -148,7 +148,7 @@ def mask_function(
             batch_size, q_length, kv_length, dtype, torch.device(device), far, far, 0, None, dense,
             given=True, dense=True, words=("unrecognised",),
         )  # fmt: skip
-    return masks.recover(
+    return mask_functions.recover(
         **sizes, mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, materialise=materialise
     )
 

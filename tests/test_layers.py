@@ -18,6 +18,7 @@ LAYERS = [
     {"problem", "call", "tolerance", "arguments"},
     {"reference", "counting"},
     {"masks"},
+    {"mask_functions"},
     {"planning"},
     {"compiler", "emulator", "cases"},
     {"tensor_maps"},
@@ -35,9 +36,9 @@ RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 ONLY = {
     "cupy": {"launcher", "compiler"},
     "cupy_backends": {"launcher", "compiler"},
-    "transformers": {"patcher", "models", "masks"},
+    "transformers": {"patcher", "models"},
 }
-LAZY = {"cupy": {"launcher", "compiler"}, "cupy_backends": {"launcher", "compiler"}, "transformers": {"masks"}}
+LAZY = {"cupy": {"launcher", "compiler"}, "cupy_backends": {"launcher", "compiler"}, "transformers": {"patcher"}}
 
 
 def python_files() -> list[Path]:
@@ -113,7 +114,8 @@ def test_imports_point_one_way(path):
         ("launcher", "import cupy"),
         ("compiler", "from cupy_backends.cuda.libs import nvrtc"),
         ("fallback", "def f():\n    import transformers"),
-        ("masks", "from transformers import masking_utils"),
+        ("mask_functions", "def f():\n    from transformers import masking_utils"),
+        ("patcher", "from transformers import masking_utils"),
         ("reference", "from flashpatch.masks import MaskSpec"),
         ("compiler", "from flashpatch import emulator"),
     ],
@@ -127,8 +129,8 @@ def test_layer_rules_notice(module, source):
     [
         ("ops", "from flashpatch import launcher, fallback"),
         ("launcher", "def f():\n    import cupy"),
-        ("masks", "def f():\n    import transformers"),
-        ("patcher", "import transformers"),
+        ("patcher", "def f():\n    import transformers"),
+        ("models", "import transformers"),
         ("cli", "from .rendering import table\nfrom flashpatch import verification"),
     ],
 )
