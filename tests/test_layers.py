@@ -17,7 +17,7 @@ KERNELS = ROOT / "cuda_src"
 LAYERS = [
     {"problem", "call", "tolerance", "arguments"},
     {"reference", "counting"},
-    {"masks"},
+    {"masks", "tagging"},
     {"mask_functions"},
     {"planning"},
     {"compiler", "emulator", "cases"},
@@ -25,6 +25,7 @@ LAYERS = [
     {"launcher", "fallback"},
     {"execution"},
     {"ops"},
+    {"interface"},
     {"patcher"},
     {"registration", "models"},
     {"verification", "auditing", "tracing", "benchmarking"},
@@ -36,9 +37,13 @@ RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 ONLY = {
     "cupy": {"launcher", "compiler"},
     "cupy_backends": {"launcher", "compiler"},
-    "transformers": {"patcher", "models"},
+    "transformers": {"interface", "patcher", "models"},
 }
-LAZY = {"cupy": {"launcher", "compiler"}, "cupy_backends": {"launcher", "compiler"}, "transformers": {"patcher"}}
+LAZY = {
+    "cupy": {"launcher", "compiler"},
+    "cupy_backends": {"launcher", "compiler"},
+    "transformers": {"interface", "patcher"},
+}
 
 
 def python_files() -> list[Path]:
@@ -115,7 +120,7 @@ def test_imports_point_one_way(path):
         ("compiler", "from cupy_backends.cuda.libs import nvrtc"),
         ("fallback", "def f():\n    import transformers"),
         ("mask_functions", "def f():\n    from transformers import masking_utils"),
-        ("patcher", "from transformers import masking_utils"),
+        ("interface", "from transformers import masking_utils"),
         ("reference", "from flashpatch.masks import MaskSpec"),
         ("compiler", "from flashpatch import emulator"),
     ],
@@ -129,7 +134,7 @@ def test_layer_rules_notice(module, source):
     [
         ("ops", "from flashpatch import launcher, fallback"),
         ("launcher", "def f():\n    import cupy"),
-        ("patcher", "def f():\n    import transformers"),
+        ("interface", "def f():\n    import transformers"),
         ("models", "import transformers"),
         ("cli", "from .rendering import table\nfrom flashpatch import verification"),
     ],
