@@ -88,7 +88,10 @@ def _pretrained() -> type:
 
 @dataclass
 class ModuleRow:
-    """One attention module. `dispatched` is proven by calls; `switched` says that it should come to us."""
+    """One attention module. `dispatched` is proven by calls; `switched` says that it should come to us.
+
+    `layer` is the number it counts under, None where nothing can reach it.
+    """
 
     path: str
     class_name: str
@@ -101,6 +104,9 @@ class ModuleRow:
     launches: dict[str, int] = field(default_factory=dict)
     copies: int = 0
     mask_materialised: int = 0
+    statuses: dict[str, str] = field(default_factory=dict)  # kernel -> the matrix's word: verified or compiled
+    backends: dict[str, str] = field(default_factory=dict)  # kernel -> gpu or emulated
+    layer: int | None = None
 
 
 @dataclass
@@ -139,13 +145,16 @@ def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None) -> M
                 ("shared_graph", f"it is compiled together with layers like it and counted under {shared.name!r}")
             ]
             reasons += list(shared.declines)
-            counts = counting.LayerCounts(counts.name, launches=shared.launches)
+            counts = counting.LayerCounts(
+                counts.name, launches=shared.launches, statuses=shared.statuses, backends=shared.backends
+            )
         else:
             reasons.insert(0, ("not_dispatched", "no forward has brought it to flashpatch since it was patched"))
     forward = sorted(kernel for kernel in counts.launches if "forward" in kernel)
     return ModuleRow(
         path, class_name, True, reached, ", ".join(forward) or None, reasons, counts.calls, counts.recomputes,
-        dict(counts.launches), counts.copies, counts.mask_materialised,
+        dict(counts.launches), counts.copies, counts.mask_materialised, dict(counts.statuses), dict(counts.backends),
+        tag.layer,
     )  # fmt: skip
 
 
