@@ -637,7 +637,7 @@ def _without_padding(tensor: torch.Tensor, inputs: dict, name: str) -> torch.Ten
 @contextlib.contextmanager
 def _implementation(model, name: str):
     """The model with another of transformers' attention implementations, then with its own again."""
-    before = [(config, config._attn_implementation_internal) for config in patcher._configs(model)]
+    before = [(config, config._attn_implementation_internal) for config in patcher.configs_of(model)]
     try:
         model.set_attn_implementation(name)
         yield
