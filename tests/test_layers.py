@@ -27,7 +27,7 @@ LAYERS = [
     {"ops"},
     {"interface"},
     {"patcher"},
-    {"registration", "models"},
+    {"registration", "models", "model_verification"},
     {"verification", "auditing", "tracing", "benchmarking"},
     {"evidence"},
     {"cli"},
