@@ -28,7 +28,7 @@ LAYERS = [
     {"interface"},
     {"patcher"},
     {"registration", "models", "model_verification"},
-    {"verification", "auditing", "tracing", "benchmarking"},
+    {"verification", "auditing", "benchmarking"},
     {"evidence"},
     {"cli"},
 ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import sys
 import types
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -479,3 +481,12 @@ def test_disable_restores_transformers_itself():
     patcher.enable()
     patcher.disable()
     assert transformers.PreTrainedModel._check_and_adjust_attn_implementation is method
+
+
+def test_every_known_keyword_is_one_transformers_uses():
+    """A word that transformers never writes is a slip, and the keyword it was meant to be would be refused."""
+    root = Path(transformers.__file__).parent
+    sources = [*root.glob("*.py"), *root.glob("models/*/modeling_*.py"), *root.glob("generation/*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [*sources, *root.glob("integrations/*.py")])
+    used = set(re.findall(r"\w+", text))
+    assert set(interface.NOISE) | set(interface.REFUSED) <= used
