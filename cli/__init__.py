@@ -9,6 +9,7 @@ from flashpatch import __version__
 COMMANDS = {
     "apply": "Patch a model, run it once, and show what each attention module ran on.",
     "audit": "Show this machine, what the kernels support on a GPU, and what a model would run on.",
+    "bench": "Time attention on this GPU, beside torch's own.",
     "verify": "Prove by measurement that the kernels, or a patched model, compute what they should.",
 }
 

@@ -81,8 +81,8 @@ def command(model, train, save, strict, dtype, device, as_json, **load):
 
 
 def _run(name: str, model, inputs: dict, train: bool, save: str | None) -> ApplyReport:
-    from flashpatch import counting, patcher
     from flashpatch import models as library
+    from flashpatch import patcher
 
     parameter = next(iter(model.parameters()))
     with patcher.apply(model) as patch:
@@ -90,19 +90,15 @@ def _run(name: str, model, inputs: dict, train: bool, save: str | None) -> Apply
         tensors = _forward(model, inputs, train)
         finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
         done = patch.report
-        tags = {path: tag for path, _, tag, _ in patch._entries}
     if save:
         library.save(model, save, source=name)
-    modules = []
-    for row in done.rows:
-        counts = counting.counts(tags[row.path].layer) if tags[row.path] else None
-        modules.append(
-            Module(
-                row.path, row.class_name, row.dispatched, dict(row.launches), dict(counts.backends) if counts else {},
-                dict(counts.statuses) if counts else {}, row.calls, row.recomputes, row.copies, row.mask_materialised,
-                [f"{code}: {text}" for code, text in row.reasons],
-            )
-        )  # fmt: skip
+    modules = [
+        Module(
+            row.path, row.class_name, row.dispatched, row.launches, row.backends, row.statuses, row.calls,
+            row.recomputes, row.copies, row.mask_materialised, [f"{code}: {text}" for code, text in row.reasons],
+        )
+        for row in done.rows
+    ]  # fmt: skip
     return ApplyReport(
         name, type(model).__name__, str(parameter.dtype).removeprefix("torch."), str(parameter.device),
         ["forward", "backward"] if train else ["forward"], modules, done.dispatched,

@@ -18,7 +18,7 @@ def translated():
     """The library's named errors, and a GPU that is full, as what a person can act on."""
     import torch
 
-    from flashpatch import models, verification
+    from flashpatch import model_verification, models
     from flashpatch.problem import DeclinedError
 
     try:
@@ -27,7 +27,7 @@ def translated():
         raise Fault(str(error), MISSING if "pip install" in str(error) else USAGE) from None
     except DeclinedError as error:
         raise Fault(str(error), DECLINED) from None
-    except verification.UnpatchedError as error:
+    except model_verification.UnpatchedError as error:
         raise Fault(f"{error}; nothing was verified", DECLINED) from None
     except torch.OutOfMemoryError as error:
         text = " ".join(str(error).split())

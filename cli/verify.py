@@ -23,7 +23,7 @@ from .rendering import DECLINED, HOLDS, MISMATCH, MISSING, USAGE, Fault
 @options.device
 @options.model_options
 @options.as_json
-@options.json_schema("verification.KernelReport", "verification.ModelReport")
+@options.json_schema("verification.KernelReport", "model_verification.ModelReport")
 def command(
     model, emulate, gpu, require_gpu, quick, no_backward, record, demote, seed, strict, dtype, device, as_json, **load
 ):
@@ -151,12 +151,12 @@ def _demote() -> None:
 
 
 def _model(name, require_gpu, strict, no_backward, seed, dtype, device, as_json, load) -> int:
-    from flashpatch import verification
+    from flashpatch import model_verification
 
     with models.translated():
         loaded, inputs = models.load(name, dtype=dtype, device=device, patched=False, padding="left", seed=seed, **load)
         with rendering.progress("verify") as advance:
-            report = verification.verify_model(
+            report = model_verification.verify_model(
                 loaded, inputs, name=name, backward=not no_backward, seed=seed, advance=advance
             )
     code, why = _model_code(report, require_gpu, strict)

@@ -128,7 +128,7 @@ def _gpus() -> tuple[list[str], list[Fault]]:
 
 def _driver() -> str | None:
     """The newest CUDA the driver supports, "13.0"."""
-    number = torch._C._cuda_getDriverVersion()
+    number = compiler.driver_version()
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
@@ -141,7 +141,7 @@ def _remedy(reason: Reason) -> str:
 
 
 def _cxx() -> str | None:
-    command = emulator._find_compiler(os.environ.get("FLASHPATCH_CXX"))
+    command = emulator.find_compiler(os.environ.get("FLASHPATCH_CXX"))
     return " ".join(command) if command else None
 
 
@@ -350,7 +350,7 @@ def plan(
                 except DeclinedError as declined:
                     refusal = str(declined.decline)
                 rows = patch.report.rows
-                layers = {tag.layer: module for module, tag, _ in patch._tags}
+                layers = {row.layer: classes[row.path] for row in rows if row.layer is not None}
         finally:
             model.train(training)
     asked: dict[int, list[Problem]] = {}
@@ -421,7 +421,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.flashpatch.attention_forward.default:
             q, k, v, *arguments, _, layer = args
-            call = ops._expanded(ops._call_of(*arguments), q, k)
+            call = ops.expanded(ops.call_of(*arguments), q, k)
             dtype = str(q.dtype).removeprefix("torch.")
             problem = Problem("forward", dtype, q.shape[-1], v.shape[-1], execution.features(q, k, v, call))
             self.problems.append((layer, problem))

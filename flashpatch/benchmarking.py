@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -29,39 +30,42 @@ VARIANTS = ("flashpatch", *SDPA_BACKENDS, "eager")
 class Shape:
     """One attention call: [batch, seqlen, num_heads, head_dim] for q, seqlen keys in num_heads_kv heads."""
 
-    batch: int
-    seqlen: int
-    num_heads: int
-    num_heads_kv: int
-    head_dim: int
-    causal: bool
+    batch: Annotated[int, "rows of the batch"]
+    seqlen: Annotated[int, "queries and keys of a row"]
+    num_heads: Annotated[int, "query heads"]
+    num_heads_kv: Annotated[int, "key and value heads"]
+    head_dim: Annotated[int, "of q, k and v"]
+    causal: Annotated[bool, "with a causal mask"]
 
     def flops(self, direction: str) -> float:
+        """Of one call: forward, or backward at 2.5 times that."""
         forward = 4.0 * self.batch * self.num_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
         return forward * (2.5 if direction == "backward" else 1.0)
 
 
 @dataclass
 class Timing:
-    """Median milliseconds of one variant at one shape; `error` instead where it could not run."""
+    """One variant at one shape; `error` instead of figures where it could not run."""
 
-    shape: Shape
-    direction: str
-    variant: str
-    milliseconds: float | None = None
-    tflops: float | None = None
-    peak_bytes: int | None = None
-    error: str = ""
+    shape: Annotated[Shape, "the call"]
+    direction: Annotated[str, "forward or backward"]
+    variant: Annotated[str, "flashpatch, one of SDPA's backends, or eager"]
+    milliseconds: Annotated[float | None, "median over rounds"] = None
+    tflops: Annotated[float | None, "TFLOP/s by that median"] = None
+    peak_bytes: Annotated[int | None, "memory taken beyond the inputs"] = None
+    error: Annotated[str, "why it did not run; empty if it did"] = ""
 
 
 @dataclass
 class BenchReport:
     """All timings of one run, and the machine they are from."""
 
-    gpu: str
-    dtype: str
-    timings: list[Timing] = field(default_factory=list)
-    host_microseconds: dict[str, float] = field(default_factory=dict)
+    gpu: Annotated[str, "the GPU's name"]
+    dtype: Annotated[str, "of q, k and v"]
+    timings: Annotated[list[Timing], "every variant at every shape"] = field(default_factory=list)
+    host_microseconds: Annotated[dict[str, float], "host time of one forward call on a tiny problem"] = field(
+        default_factory=dict
+    )
 
 
 def standard_shapes(head_dims=(64, 128), seqlens=(512, 2048, 8192, 16384), tokens=16384, width=2048) -> list[Shape]:
@@ -82,19 +86,18 @@ def bench(
     directions=("forward", "backward"),
     rounds: int = 5,
     device: str = "cuda",
-    progress=None,
+    advance=lambda done, total: None,
 ) -> BenchReport:
     """Time every variant at every shape, the variants in random order in each round; medians over rounds.
 
-    Raises RuntimeError without a CUDA device. `progress(done, total)` is called after each shape.
+    Raises RuntimeError without a CUDA device. `advance(done, total)` is called after each shape.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs an NVIDIA GPU; torch sees none")
     report = BenchReport(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))
     for number, shape in enumerate(shapes):
         report.timings += _bench_shape(shape, dtype, variants, directions, rounds, device)
-        if progress:
-            progress(number + 1, len(shapes))
+        advance(number + 1, len(shapes))
     report.host_microseconds = host_cost(variants, dtype, device)
     return report
 
@@ -214,3 +217,25 @@ def host_cost(variants, dtype, device, calls: int = 2000) -> dict[str, float]:
                 costs[variant] = (time.perf_counter() - started) / calls * 1e6
             torch.cuda.synchronize(device)
     return costs
+
+
+def speed_table(report: dict) -> str:
+    """A BenchReport as JSON holds it, as a Markdown table: TFLOP/s forward / backward and the ratio to the best SDPA."""
+    cells: dict[tuple, dict[str, dict[str, float]]] = {}
+    for timing in report["timings"]:
+        shape = timing["shape"]
+        key = (shape["head_dim"], "causal" if shape["causal"] else "full", shape["seqlen"])
+        cells.setdefault(key, {}).setdefault(timing["variant"], {})[timing["direction"]] = timing["tflops"]
+    variants = list(dict.fromkeys(timing["variant"] for timing in report["timings"]))
+    lines = [
+        f"| head_dim, mask, seqlen | {' | '.join(variants)} | against the best of torch's |",
+        "|---" * (len(variants) + 2) + "|",
+    ]
+    for (head_dim, mask, seqlen), row in cells.items():
+        figures = [f"{row[v]['forward']:.0f} / {row[v]['backward']:.0f}" for v in variants]
+        ratios = [
+            row["flashpatch"][d] / max(row[v][d] for v in variants if v != "flashpatch")
+            for d in ("forward", "backward")
+        ]
+        lines.append(f"| {head_dim} {mask} {seqlen} | {' | '.join(figures)} | {ratios[0]:.2f} / {ratios[1]:.2f} |")
+    return "\n".join(lines)

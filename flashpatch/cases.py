@@ -158,7 +158,7 @@ def make_inputs(case: Case, device: torch.device | str, seed: int) -> Inputs:
     features = case.problem.features
     unknown = features - set(_FEATURES)
     if unknown:
-        raise ValueError(f"no inputs for the feature {sorted(unknown)[0]!r}; add it to verification._FEATURES")
+        raise ValueError(f"no inputs for the feature {sorted(unknown)[0]!r}; add it to cases._FEATURES")
     draw = _Draw(case, device, seed)
     for name in _FEATURES:  # in a fixed order, so that adding one feature does not change the other's numbers
         if name in features:

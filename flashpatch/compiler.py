@@ -6,6 +6,7 @@ except `load`.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -243,6 +244,22 @@ def cached(file_name: str, make) -> bytes:
 # ---- on a GPU ----
 
 
+@functools.lru_cache(maxsize=1)
+def libcuda() -> ctypes.CDLL:
+    """The driver's own library. Raises OSError where there is no driver."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def driver_version() -> int:
+    """The newest CUDA the driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        libcuda().cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
 class Kernel:
     """One cubin loaded on one device."""
 
@@ -302,7 +319,7 @@ def _load(config: Config, device: Device) -> Kernel | CompileError:
         )
     try:
         version = nvrtc_version()
-        driver = _driver_version()
+        driver = driver_version()
         if driver // 1000 < version[0]:
             raise CompileError(
                 Reason(
@@ -322,13 +339,6 @@ def _load(config: Config, device: Device) -> Kernel | CompileError:
         return error
     except Exception as error:
         return CompileError(Reason("load_failed", f"{name(config)} could not be loaded on {device.name}: {error}"))
-
-
-def _driver_version() -> int:
-    """The CUDA version the driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
-    from cupy_backends.cuda.api import runtime
-
-    return runtime.driverGetVersion()
 
 
 def usage(log: str) -> dict[str, int]:

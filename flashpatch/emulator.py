@@ -78,7 +78,7 @@ class Counters:
 
 
 @functools.cache
-def _find_compiler(configured: str | None) -> tuple[str, ...] | None:
+def find_compiler(configured: str | None) -> tuple[str, ...] | None:
     """The command of a C++ compiler: FLASHPATCH_CXX, g++, clang++ or the `ziglang` package, in this order."""
     if configured:
         command = tuple(shlex.split(configured))
@@ -95,7 +95,7 @@ def _compiler() -> tuple[str, ...]:
     reason = available()
     if reason is not None:
         raise BuildError(reason)
-    return _find_compiler(os.environ.get("FLASHPATCH_CXX"))
+    return find_compiler(os.environ.get("FLASHPATCH_CXX"))
 
 
 def available() -> Reason | None:
@@ -103,7 +103,7 @@ def available() -> Reason | None:
     configured = os.environ.get("FLASHPATCH_CXX")
     if os.name != "posix":
         return Reason("no_emulator", f"the CPU emulator needs Linux or another POSIX system, this is {sys.platform}")
-    if _find_compiler(configured):
+    if find_compiler(configured):
         return None
     if configured:
         return Reason("no_compiler", f"FLASHPATCH_CXX={configured}: there is no such compiler; unset it or correct it")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from . import patcher
+from . import interface, patcher
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -54,7 +54,7 @@ def load(
     Raises:
         ModelError: naming what is missing and what to type.
     """
-    reason = patcher.unavailable()
+    reason = interface.unavailable()
     if reason is not None:
         raise ModelError(reason)
     source = os.fspath(source)
@@ -234,7 +234,7 @@ def save(model: torch.nn.Module, folder: str | os.PathLike, *, source: str | os.
                     shutil.copyfile(path, target)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["flashpatch"] = {"version": __version__, "attn_implementation": patcher.NAME}
+    config["flashpatch"] = {"version": __version__, "attn_implementation": interface.NAME}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
 

@@ -42,16 +42,17 @@ def _flat(call: Call) -> tuple:
     )  # fmt: skip
 
 
-def _call_of(bias, mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state,
+def call_of(bias, mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state,
              max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap, dropout_p,
              deterministic) -> Call:  # fmt: skip
+    """The Call that the operators' flat arguments stand for, in their order (less `strict` and `layer`)."""
     return Call(
         softmax_scale, max_seqlen_q, max_seqlen_k, window_left, window_right, softcap, dropout_p, deterministic, bias,
         mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state,
     )  # fmt: skip
 
 
-def _expanded(call: Call, q, k) -> Call:
+def expanded(call: Call, q, k) -> Call:
     """The Call as the layers below take it: broadcasts expanded by stride 0, windows that hide nothing dropped."""
     call.expanded = True
     if call.window_left >= call.max_seqlen_k - 1:
@@ -83,12 +84,12 @@ def _expanded(call: Call, q, k) -> Call:
 
 def _forward_body(q, k, v, *arguments):
     *arguments, strict, layer = arguments
-    return execution.forward(q, k, v, _expanded(_call_of(*arguments), q, k), layer, strict)
+    return execution.forward(q, k, v, expanded(call_of(*arguments), q, k), layer, strict)
 
 
 def _backward_body(dout, dlogsumexp, q, k, v, out, logsumexp, *arguments):
     *arguments, strict, layer = arguments
-    call = _expanded(_call_of(*arguments), q, k)
+    call = expanded(call_of(*arguments), q, k)
     gradients = execution.backward(dout, dlogsumexp, q, k, v, out, logsumexp, call, layer, strict)
     bias, sinks = arguments[0], arguments[4]
     # an operator returns tensors only: empty ones stand for gradients nobody asked for
@@ -188,7 +189,7 @@ def _needs_gradient(q, k, v, call: Call) -> bool:
 
 def _autograd_forward(q, k, v, *arguments):
     *flat, strict, layer = arguments
-    call = _call_of(*flat)
+    call = call_of(*flat)
     if _needs_gradient(q, k, v, call):
         return _Attention.apply(q, k, v, call.bias, call.sinks, call, layer, strict, True)
     with torch._C._AutoDispatchBelowAutograd():
@@ -371,7 +372,7 @@ def _run(q, k, v, call: Call, layer: int, strict: bool) -> tuple[torch.Tensor, t
     bias, sinks, needs_gradient = call.bias, call.sinks, _needs_gradient(q, k, v, call)
     if not call.expanded:
         with torch.no_grad():
-            call = _expanded(call, q, k)
+            call = expanded(call, q, k)
     if needs_gradient:
         return _Attention.apply(q, k, v, bias, sinks, call, layer, strict, False)
     return execution.forward(q, k, v, call, layer, strict)

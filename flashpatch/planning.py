@@ -344,7 +344,7 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     """The first tile of the kernel's table that fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {key: value for key, value in tile.items() if key not in ("why", "features")}
+        sizes = {key: value for key, value in tile.items() if key not in ("why", "features", "spill_bytes")}
         if not set(tile.get("features", problem.features)) <= problem.features:
             continue
         config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags)

@@ -54,7 +54,7 @@ def install() -> None:
 
 def _register() -> None:
     """A transformers without the interfaces is named by `flashpatch.apply`, not by importing transformers."""
-    from . import patcher
+    from . import interface
 
-    if patcher.unavailable() is None:
-        patcher.register()
+    if interface.unavailable() is None:
+        interface.register()

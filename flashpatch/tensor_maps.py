@@ -13,6 +13,7 @@ import functools
 import torch
 
 from . import emulator
+from .compiler import libcuda
 
 BYTES = 128
 NONE = bytes(BYTES)  # for a map the kernel does not use
@@ -77,10 +78,10 @@ def _encode_by_driver(address: int, dtype: torch.dtype, dims, strides, box) -> b
         (ctypes.c_uint64 * (rank - 1))(*strides), u32s(*box), u32s(*(1,) * rank), 0, _SWIZZLE_128B,
         _L2_PROMOTION_256B, 0,
     )  # fmt: skip
-    error = _driver().cuTensorMapEncodeTiled(*arguments)
+    error = libcuda().cuTensorMapEncodeTiled(*arguments)
     if error == _INVALID_CONTEXT:  # a thread of autograd's that has not called CUDA yet
         _make_context_current()
-        error = _driver().cuTensorMapEncodeTiled(*arguments)
+        error = libcuda().cuTensorMapEncodeTiled(*arguments)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled returned {error} for dims {dims}, strides {strides}, box {box}")
     return ctypes.string_at(target, BYTES)
@@ -90,13 +91,8 @@ def _make_context_current() -> None:
     """Make the primary context of torch's current device, which torch itself uses, current in this thread."""
     context = ctypes.c_void_p()
     for error in (
-        _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device()),
-        _driver().cuCtxSetCurrent(context),
+        libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device()),
+        libcuda().cuCtxSetCurrent(context),
     ):
         if error:
             raise RuntimeError(f"CUDA's context could not be made current in this thread: error {error}")
-
-
-@functools.lru_cache(maxsize=1)
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")

@@ -557,9 +557,9 @@ def test_no_compiler_is_a_reason(monkeypatch):
     monkeypatch.delenv("FLASHPATCH_CXX")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(emulator.importlib.util, "find_spec", lambda name: None)
-    emulator._find_compiler.cache_clear()
+    emulator.find_compiler.cache_clear()
     reason = emulator.available()
-    emulator._find_compiler.cache_clear()
+    emulator.find_compiler.cache_clear()
     assert "apt install g++" in reason.text and "pip install ziglang" in reason.text
 
 

@@ -17,16 +17,18 @@ KERNELS = ROOT / "cuda_src"
 LAYERS = [
     {"problem", "call", "tolerance", "arguments"},
     {"reference", "counting"},
-    {"masks"},
+    {"masks", "tagging"},
+    {"mask_functions"},
     {"planning"},
     {"compiler", "emulator", "cases"},
     {"tensor_maps"},
     {"launcher", "fallback"},
     {"execution"},
     {"ops"},
+    {"interface"},
     {"patcher"},
-    {"registration", "models"},
-    {"verification", "auditing", "tracing", "benchmarking"},
+    {"registration", "models", "model_verification"},
+    {"verification", "auditing", "benchmarking"},
     {"evidence"},
     {"cli"},
 ]
@@ -35,9 +37,13 @@ RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 ONLY = {
     "cupy": {"launcher", "compiler"},
     "cupy_backends": {"launcher", "compiler"},
-    "transformers": {"patcher", "models", "masks"},
+    "transformers": {"interface", "patcher", "models"},
 }
-LAZY = {"cupy": {"launcher", "compiler"}, "cupy_backends": {"launcher", "compiler"}, "transformers": {"masks"}}
+LAZY = {
+    "cupy": {"launcher", "compiler"},
+    "cupy_backends": {"launcher", "compiler"},
+    "transformers": {"interface", "patcher"},
+}
 
 
 def python_files() -> list[Path]:
@@ -113,7 +119,8 @@ def test_imports_point_one_way(path):
         ("launcher", "import cupy"),
         ("compiler", "from cupy_backends.cuda.libs import nvrtc"),
         ("fallback", "def f():\n    import transformers"),
-        ("masks", "from transformers import masking_utils"),
+        ("mask_functions", "def f():\n    from transformers import masking_utils"),
+        ("interface", "from transformers import masking_utils"),
         ("reference", "from flashpatch.masks import MaskSpec"),
         ("compiler", "from flashpatch import emulator"),
     ],
@@ -127,8 +134,8 @@ def test_layer_rules_notice(module, source):
     [
         ("ops", "from flashpatch import launcher, fallback"),
         ("launcher", "def f():\n    import cupy"),
-        ("masks", "def f():\n    import transformers"),
-        ("patcher", "import transformers"),
+        ("interface", "def f():\n    import transformers"),
+        ("models", "import transformers"),
         ("cli", "from .rendering import table\nfrom flashpatch import verification"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from tiny_models import BY_NAME, MODELS
 
 import flashpatch
-from flashpatch import patcher, verification
+from flashpatch import model_verification, patcher
 
 DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -34,8 +34,8 @@ def on(device: str, tiny) -> tuple[torch.nn.Module, dict]:
     return model, {n: v.bfloat16() if v.is_floating_point() else v for n, v in inputs.items()}
 
 
-def check(model, inputs, layers: int) -> verification.ModelReport:
-    report = verification.verify_model(model, inputs)
+def check(model, inputs, layers: int) -> model_verification.ModelReport:
+    report = model_verification.verify_model(model, inputs)
     faults = [comparison.message for comparison in report.comparisons if not comparison.passed]
     assert report.holds, report.error or faults[:3]
     assert sum(bool(module.kernels) for module in report.modules) == layers

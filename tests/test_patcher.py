@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import sys
 import types
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from tiny_models import BY_NAME, HARD_CODED, MODELS, ids, output
 
-from flashpatch import counting, patcher
+from flashpatch import counting, interface, patcher, tagging
 from flashpatch.problem import DeclinedError
 
 TEXT = [tiny for tiny in MODELS if tiny.decoder]
@@ -128,7 +130,7 @@ def test_narrower_dtypes_keep_the_lowest_number_finite():
     module = torch.nn.Module()
     q, k, v = (torch.randn(1, 2, 4, 8, dtype=torch.bfloat16) for _ in range(3))
     mask = torch.full((1, 1, 4, 4), torch.finfo(torch.float32).min)
-    out, _ = patcher.attention_function(module, q, k, v, mask)
+    out, _ = interface.attention_function(module, q, k, v, mask)
     torch.testing.assert_close(out[:, 0], v.float().mean(2).bfloat16(), atol=2e-2, rtol=0)
 
 
@@ -161,7 +163,7 @@ def test_causality_comes_from_the_mask_or_an_explicit_word(masked, attribute, ke
     if not masked and keyword and q_length > 1:
         seen = seen.tril()  # top-left, as transformers' sdpa
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
-    out, weights = patcher.attention_function(Bare(attribute), q, k, v, mask, is_causal=keyword)
+    out, weights = interface.attention_function(Bare(attribute), q, k, v, mask, is_causal=keyword)
     torch.testing.assert_close(out, expected, **CLOSE)
     assert weights is None and out.is_contiguous()
 
@@ -169,7 +171,7 @@ def test_causality_comes_from_the_mask_or_an_explicit_word(masked, attribute, ke
 def test_documents_by_cu_seq_lens():
     q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
     offsets = torch.tensor([0, 4, 6, 9], dtype=torch.int32)
-    out, _ = patcher.attention_function(
+    out, _ = interface.attention_function(
         Bare(), q, k, v, None, is_causal=True, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=4
     )
     for begin, end in ((0, 4), (4, 6), (6, 9)):
@@ -179,23 +181,23 @@ def test_documents_by_cu_seq_lens():
         )
         torch.testing.assert_close(out[:, part], alone.transpose(1, 2), **CLOSE)
     with pytest.raises(ValueError, match="laid end to end"):
-        patcher.attention_function(
+        interface.attention_function(
             Bare(), *(torch.randn(2, 2, 9, 8) for _ in range(3)), None, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets
         )
 
 
-@pytest.mark.parametrize("keyword", sorted(patcher.REFUSED))
+@pytest.mark.parametrize("keyword", sorted(interface.REFUSED))
 def test_keywords_that_would_be_wrong_results_are_refused(keyword):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(DeclinedError, match=f"passes {keyword}=.*set_attn_implementation"):
-        patcher.attention_function(Bare(), q, q, q, None, **{keyword: torch.zeros(1)})
+        interface.attention_function(Bare(), q, q, q, None, **{keyword: torch.zeros(1)})
 
 
 def test_unknown_keywords_are_refused_or_named():
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(DeclinedError, match=r"kwarg_unknown.*sharpness"):
-        patcher.attention_function(Bare(), q, q, q, None, sharpness=2.0)
-    patcher.attention_function(Bare(), q, q, q, None, sharpness=None)
+        interface.attention_function(Bare(), q, q, q, None, sharpness=2.0)
+    interface.attention_function(Bare(), q, q, q, None, sharpness=None)
     model = BY_NAME["llama"].model()
     expected = output(model, {"input_ids": ids(), "sharpness": 2.0}).detach()
     with patcher.apply(model) as patch:
@@ -206,10 +208,10 @@ def test_unknown_keywords_are_refused_or_named():
 
 
 def test_a_mask_of_another_length_is_an_error():
-    spec = patcher.mask_function(batch_size=1, q_length=4, kv_length=4)
+    spec = interface.mask_function(batch_size=1, q_length=4, kv_length=4)
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
     with pytest.raises(ValueError, match="4 queries and 4 keys, but attention got 4 and 6"):
-        patcher.attention_function(Bare(), q, k, k, spec)
+        interface.attention_function(Bare(), q, k, k, spec)
 
 
 @pytest.mark.parametrize("tiny", [BY_NAME[name] for name in ("llama", "gemma2", "gpt_oss", "t5", "bert")], **ids_of)
@@ -247,7 +249,7 @@ def test_dropout_only_while_training():
 
 
 def state_of(model):
-    configs = {id(c): c._attn_implementation_internal for c in patcher._configs(model)}
+    configs = {id(c): c._attn_implementation_internal for c in patcher.configs_of(model)}
     return configs, {path: sorted(vars(module)) for path, module in model.named_modules()}
 
 
@@ -268,7 +270,7 @@ def test_restore_returns_everything(name):
 def test_a_failure_half_way_puts_everything_back(monkeypatch):
     model = BY_NAME["llava"].model()
     before = state_of(model)
-    original, seen = patcher._tag_module, []
+    original, seen = tagging.tag_module, []
 
     def fail_on_the_third(*args, **kwargs):
         seen.append(args)
@@ -276,7 +278,7 @@ def test_a_failure_half_way_puts_everything_back(monkeypatch):
             raise RuntimeError("half way")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(patcher, "_tag_module", fail_on_the_third)
+    monkeypatch.setattr(tagging, "tag_module", fail_on_the_third)
     with pytest.raises(RuntimeError, match="half way"):
         patcher.apply(model)
     assert state_of(model) == before
@@ -338,7 +340,7 @@ def test_bloom_loaded_under_our_name_still_adds_the_right_mask():
     model = BY_NAME["bloom"].build().eval()
     inputs = {"input_ids": ids(), "attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12])}
     expected = output(model, inputs).detach()
-    model.config._attn_implementation = patcher.NAME
+    model.config._attn_implementation = interface.NAME
     assert torch.equal(output(model, inputs).detach(), expected)
     assert patcher.report(model).dispatched == 0
 
@@ -383,7 +385,7 @@ def test_copies_and_pickles_count_apart():
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         expected = output(model, {"input_ids": ids()})
         for twin in twins:
-            twin.config._attn_implementation = patcher.NAME  # a pickled config keeps no implementation
+            twin.config._attn_implementation = interface.NAME  # a pickled config keeps no implementation
             assert torch.equal(output(twin, {"input_ids": ids()}), expected)
             assert patcher.report(twin).dispatched == 2
         assert patch.report.rows[0].calls == 1
@@ -420,11 +422,11 @@ def test_an_old_transformers_is_named_with_the_range(monkeypatch):
     old = types.ModuleType("transformers")
     old.__version__ = "4.40.0"
     monkeypatch.setitem(sys.modules, "transformers", old)
-    monkeypatch.setattr(patcher, "_registered", False)
+    monkeypatch.setattr(interface, "_registered", False)
     with pytest.raises(RuntimeError, match=r"4\.40\.0 has no .*5\.17 up to, not including, 6.*pip install"):
         patcher.apply(torch.nn.Linear(2, 2))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "not installed" in patcher.unavailable()
+    assert "not installed" in interface.unavailable()
 
 
 # ---- loading under the name, and enable ----
@@ -444,7 +446,7 @@ def enabled():
     patcher.enable()
     yield
     patcher.disable()
-    patcher._enabled.models.clear()
+    tagging._adopted.clear()
     patcher._enabled.honoured.clear()
 
 
@@ -479,3 +481,12 @@ def test_disable_restores_transformers_itself():
     patcher.enable()
     patcher.disable()
     assert transformers.PreTrainedModel._check_and_adjust_attn_implementation is method
+
+
+def test_every_known_keyword_is_one_transformers_uses():
+    """A word that transformers never writes is a slip, and the keyword it was meant to be would be refused."""
+    root = Path(transformers.__file__).parent
+    sources = [*root.glob("*.py"), *root.glob("models/*/modeling_*.py"), *root.glob("generation/*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [*sources, *root.glob("integrations/*.py")])
+    used = set(re.findall(r"\w+", text))
+    assert set(interface.NOISE) | set(interface.REFUSED) <= used

@@ -10,10 +10,10 @@ import torch
 from transformers import AttentionMaskInterface, LlamaConfig, masking_utils
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from flashpatch import masks, patcher
+from flashpatch import interface, masks
 from flashpatch.masks import MaskSpec
 
-patcher.register()
+interface.register()
 
 
 def config(**settings):
@@ -26,7 +26,7 @@ def config(**settings):
 def both(builder, *, length=9, batch=2, **arguments) -> tuple[MaskSpec, torch.Tensor]:
     """The same mask as ours and as eager's tensor."""
     made = []
-    for name in (patcher.NAME, "eager"):
+    for name in (interface.NAME, "eager"):
         settings = config()
         settings._attn_implementation = name
         made.append(builder(config=settings, inputs_embeds=torch.zeros(batch, length, 16), **arguments))
@@ -182,7 +182,7 @@ def test_rows_far_beyond_the_keys_see_nothing():
 def test_a_mask_is_recovered_once_and_passed_through():
     spec, _ = both(causal, **none)
     settings = config()
-    settings._attn_implementation = patcher.NAME
+    settings._attn_implementation = interface.NAME
     again = causal(config=settings, inputs_embeds=torch.zeros(2, 9, 16), attention_mask=spec, past_key_values=None)
     assert again is spec
 
@@ -242,6 +242,6 @@ def test_position_ranges():
 def test_mask_and_attention_are_registered_under_one_name_without_flash():
     from transformers import AttentionInterface
 
-    assert "flash" not in patcher.NAME and "sdpa" not in patcher.NAME and "/" not in patcher.NAME
-    assert AttentionInterface()[patcher.NAME] is patcher.attention_function
-    assert AttentionMaskInterface()[patcher.NAME] is patcher.mask_function
+    assert "flash" not in interface.NAME and "sdpa" not in interface.NAME and "/" not in interface.NAME
+    assert AttentionInterface()[interface.NAME] is interface.attention_function
+    assert AttentionMaskInterface()[interface.NAME] is interface.mask_function

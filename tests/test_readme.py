@@ -1,6 +1,7 @@
 """The README stays true: its table, its commands, its Python, and the names it mentions."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -120,3 +121,12 @@ def test_exit_codes_are_those_of_the_command_line():
 def test_ci_script_is_sound():
     subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
     assert sys.platform.startswith("win") or os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_speed_table_is_what_was_measured():
+    from flashpatch import benchmarking
+
+    report = json.loads((ROOT / "tests" / "evidence" / "h200_speed.json").read_text())
+    table = README.split("<!-- speed:begin -->\n")[1].split("\n<!-- speed:end -->")[0]
+    assert table == benchmarking.speed_table(report)
+    assert f"{report['host_microseconds']['flashpatch']:.0f} µs" in README

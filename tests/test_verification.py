@@ -250,7 +250,7 @@ def recorded(kernels, monkeypatch, tmp_path):
     text = planning.find("compat_matrix.yaml").read_text(encoding="utf-8")
     data = yaml.safe_load(text)
     for row in data["rows"]:
-        if "kernel" in row:
+        if "hopper" in row.get("status", {}):
             row["evidence"] = path.name
             row["status"] = {**row["status"], "hopper": "verified"}
     return path, planning.load_matrix(data)

@@ -1,0 +1,72 @@
+"""`flashpatch bench`: how fast attention runs on this GPU, beside torch's own."""
+
+from __future__ import annotations
+
+import click
+
+from . import options, rendering
+from .rendering import HOLDS, MISMATCH, MISSING, USAGE, Fault
+
+
+def _numbers(context, parameter, value: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"{value!r}: whole numbers with commas between them are needed, such as 512,2048")
+    return numbers
+
+
+@click.command("bench")
+@click.option("--head-dims", default="64,128", show_default=True, callback=_numbers, help="Head dims to time.")
+@click.option("--seqlens", default="512,2048,8192", show_default=True, callback=_numbers, help="Sequence lengths.")
+@click.option("--eager", is_flag=True, help="Time eager attention too, which holds the whole score matrix.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
+@options.dtype("float16 or bfloat16 (default).")
+@options.as_json
+@options.json_schema("benchmarking.BenchReport")
+def command(head_dims, seqlens, eager, rounds, dtype, as_json):
+    """Time flashpatch beside SDPA's backends, forward and backward: 16384 tokens, heads times head dim 2048.
+
+    TFLOP/s count the FlashAttention papers' way. The variants run in random order in every round.
+    """
+    import torch
+
+    from flashpatch import benchmarking
+
+    if not torch.cuda.is_available():
+        raise Fault("bench needs an NVIDIA GPU, and torch sees none; `flashpatch audit` says more", MISSING)
+    if dtype not in (None, "float16", "bfloat16"):
+        raise Fault(f"--dtype {dtype}: bench times float16 and bfloat16, the dtypes kernels take", USAGE)
+    variants = ("flashpatch", *benchmarking.SDPA_BACKENDS, *(("eager",) if eager else ()))
+    shapes = benchmarking.standard_shapes(head_dims, seqlens)
+    with rendering.progress("bench") as advance:
+        report = benchmarking.bench(
+            shapes, dtype=getattr(torch, dtype or "bfloat16"), variants=variants, rounds=rounds,
+            advance=lambda done, total: advance(done, total, ""),
+        )  # fmt: skip
+    failed = [timing for timing in report.timings if timing.variant == "flashpatch" and timing.error]
+    code = MISMATCH if failed else HOLDS
+    if as_json:
+        rendering.emit_json(report, code)
+    else:
+        _print(report, variants)
+    raise SystemExit(code)
+
+
+def _print(report, variants) -> None:
+    click.echo(f"{report.gpu}, {report.dtype}: TFLOP/s (milliseconds)")
+    rows: dict[tuple, dict[str, str]] = {}
+    for timing in report.timings:
+        shape = timing.shape
+        key = (timing.direction, shape.head_dim, "causal" if shape.causal else "full", shape.seqlen)
+        figure = "-" if timing.milliseconds is None else f"{timing.tflops:.0f} ({timing.milliseconds:.3f})"
+        rows.setdefault(key, {})[timing.variant] = figure
+    columns = ["direction", "head dim", "mask", "seqlen", *variants]
+    rendering.table(columns, [[*key, *(row[variant] for variant in variants)] for key, row in rows.items()])
+    for timing in report.timings:
+        if timing.error:
+            click.echo(f"{timing.variant} {timing.direction} did not run: {timing.error}")
+    costs = ", ".join(f"{variant} {cost:.0f}" for variant, cost in report.host_microseconds.items())
+    click.echo(f"host time of one forward call, microseconds: {costs}")

