@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from flashpatch import emulator, launcher, reference, tolerance
+from flashpatch import emulator, launcher, planning, reference, tolerance
 from flashpatch.call import Call
 from flashpatch.problem import Config, Device, Plan, Problem
 
@@ -45,6 +45,7 @@ class Case:
     softcap: float = 0.0
     dropout_p: float = 0.0
     growing: bool = False  # each key block the kernel comes to scores far higher than the one before
+    low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(default_factory=frozenset)  # of key_ranges, mask, bias, alibi, sinks, nan, varlen
 
@@ -55,13 +56,15 @@ class Case:
             tile = (128, 64, 12)
         elif self.kernel == "backward_sm90":
             tile = (64, 128, 12)
+        elif self.kernel == "backward_wide_sm90":
+            tile = (64, 64, 12)
         else:
             tile = (32, 32, self.num_warps)
+        head_dims = (planning.support().bucket(size) for size in (self.head_dim, self.head_dim_v))
         return Config(
             self.kernel,
             str(self.dtype).removeprefix("torch."),
-            32 if self.head_dim <= 32 else 64,
-            32 if self.head_dim_v <= 32 else 64,
+            *head_dims,
             *tile,
             self.num_stages,
             has_window=self.window != (-1, -1),
@@ -111,6 +114,14 @@ HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
 HOPPER_ORDERED = hopper("backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True)
+HOPPER_VARLEN = hopper("backward_sm90", head_dim=40, head_dim_v=40, features=frozenset(("varlen",)))
+WIDE = hopper("backward_wide_sm90", head_dim=248, head_dim_v=248)
+WIDE_CAUSAL = hopper("backward_wide_sm90", head_dim=184, head_dim_v=184, window=(-1, 0))
+WIDE_HEADS = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, heads=4, heads_kv=2)
+WIDE_LOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, low=True)
+WIDE_EMPTY = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, seqlen_k=100, window=(-1, 0))
+WIDE_WINDOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, window=(120, 12))
+WIDE_ORDERED = hopper("backward_wide_sm90", head_dim=256, head_dim_v=256, window=(-1, 0), deterministic=True)
 CASES = {name: value for name, value in list(globals().items()) if isinstance(value, Case)}
 
 
@@ -151,6 +162,8 @@ def inputs_of(case: Case) -> Inputs:
     if case.growing:
         k = k + (q.mean() + torch.arange(case.seqlen_k, 0, -1)[:, None, None] / 20).to(case.dtype)
         q = q.abs()
+    if case.low:
+        q, k = q.abs(), -8 * k.abs()
     if case.huge_rows:
         far = far_apart(case.seqlen_q, case.head_dim, case.dtype)
         far.copy_(q[0, :, 0])
@@ -435,6 +448,55 @@ BUGS = [
     Bug("backward_sm90.cu", "dropped wait", "bulk_wait_read<0>();", "", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(p, staged, 4 * staged_turn);", "", "HOPPER_ORDERED"),
     Bug("backward_sm90.cu", "added too late", "bulk_wait<0>();", "bulk_wait<1>();", "HOPPER_ORDERED"),
+    # Hopper, head dims 192 and 256
+    Bug("backward_wide_sm90.cu", "dropped wait", "wait(kQFull, step);                                             // read after write: Q and", "// Q and", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "wait(kDsFull, step - 1); ", "", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "wgmma_wait<1>();\n      pin(dq_frag);", "pin(dq_frag);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPFull), step & 1);", "", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);", "", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDsEmpty, stage), (step >> 1 & 1) ^ 1);", "", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "WIDE"),
+    Bug("backward_wide_sm90.cu", "wrong parity", "mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);", "mbarrier_wait(smem.barrier(kPEmpty), step & 1);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "wrong parity", "step & 1), step >> 1 & 1); };", "step & 1), step & 1); };", "WIDE_CAUSAL"),
+    Bug("backward_wide_sm90.cu", "early release", "multiply(p_frag, smem.dout(stage).operand());\n      arrive(smem.barrier(kDoutEmpty, stage));", "arrive(smem.barrier(kDoutEmpty, stage));\n      multiply(p_frag, smem.dout(stage).operand());", "WIDE"),
+    Bug("backward_wide_sm90.cu", "early release", "sync_warp();\n    if (lane == 0) mbarrier_arrive(at);", "if (lane == 0) mbarrier_arrive(at);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "lost proxy fence", "fence_proxy_async();", "", "WIDE"),
+    Bug("backward_wide_sm90.cu", "wrong adders", "kTurns ? 1 : 2;", "kTurns ? 2 : 1;", "WIDE"),
+    Bug("backward_wide_sm90.cu", "wrong columns", "column / 8 * 128 + lane * 4", "lane * 4", "WIDE"),
+    Bug("backward_wide_sm90.cu", "overwritten sum", "red_add_global(dq + i * 128, F32x4{", "st_global((F32x4*)(dq + i * 128), F32x4{", "WIDE_CAUSAL"),
+    Bug("backward_wide_sm90.cu", "lost step", "else {\n      wgmma_fence();\n      issue_multiply<QueryTile>(gradient, a_frag, b);\n    }", "", "WIDE_CAUSAL"),
+    Bug("backward_wide_sm90.cu", "lost last step", "if (!dq_is_due()) return;", "return;", "WIDE_CAUSAL"),
+    Bug("backward_wide_sm90.cu", "stale record", "previous = walk.record;", "", "WIDE"),
+    Bug("backward_wide_sm90.cu", "missing scale", "store_gradient(gradient, p.softmax_scale,", "store_gradient(gradient, 1.f,", "WIDE"),
+    Bug("backward_wide_sm90.cu", "swapped statistics", "probabilities(s_frag, p_frag, logsumexp, scores);", "probabilities(s_frag, p_frag, (float (&)[kBlockM / 4])s_frag, scores);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped turn", "if (warp == 0 && lane == 0) await_turn(", "if (false) await_turn(", "WIDE_ORDERED"),
+    Bug("backward_wide_sm90.cu", "dropped barrier", "barrier_sync(1 + warpgroup, 128);                               // our turn", "// our turn", "WIDE_ORDERED"),
+    Bug("backward_wide_sm90.cu", "dropped barrier", "barrier_sync(1 + warpgroup, 128);                               // everybody's", "// everybody's", "WIDE_ORDERED"),
+    # what both Hopper backwards share
+    Bug("backward_sm90.cuh", "off by one, end", "ends = keys < 64;", "ends = keys < 8;", "WIDE_LOW"),
+    Bug("backward_sm90.cuh", "off by one, right", "first = first_key - s.diagonal - right;", "first = first_key - s.diagonal - right + 1;", "WIDE_CAUSAL"),
+    Bug("backward_sm90.cuh", "off by one, left", "span = (u32)left + (u32)right;", "span = (u32)left + (u32)right - 1;", "WIDE_WINDOW"),
+    Bug("backward_sm90.cuh", "off by one, unmasked", "i >= first + 63 &&", "i >= first + 62 &&", "WIDE_WINDOW"),
+    Bug("backward_sm90.cuh", "head mapping", "head = kv_head * group;", "head = kv_head;", "WIDE_HEADS"),
+    Bug("backward_sm90.cuh", "stuck head", "      ++head;\n", "", "WIDE"),
+    Bug("backward_sm90.cuh", "wrong record", "(m_blocks.end - m_blocks.begin) * heads - 1;", "(m_blocks.end - m_blocks.begin) * heads;", "WIDE"),
+    Bug("backward_sm90.cuh", "wrong parity", "(dout_step >> 1 & 1) ^ 1)", "dout_step >> 1 & 1)", "WIDE"),
+    Bug("backward_sm90.cuh", "start of a sequence", "(int)start + length, kRaggedRows}", "length, kRaggedRows}", "HOPPER_VARLEN"),
+    Bug("backward_sm90.cuh", "rows of another sequence", "if (ragged) return {kRaggedRows - length,", "if (ragged) return {kRaggedRows - length - 1,", "HOPPER_VARLEN"),
+    # before and after
+    Bug("workspace_sm90.cuh", "overlapping records", "(u32)(s.q_start / kBlockM) + s.batch", "(u32)(s.q_start / kBlockM)", "HOPPER_VARLEN"),
+    Bug("backward_prepare_sm90.cu", "missing dlogsumexp", "if (p.dlogsumexp) delta -=", "if (false) delta -=", "WIDE"),
+    Bug("backward_prepare_sm90.cu", "not zeroed", "i < kDqFloats / (4 * kThreads); ++i", "i < kDqFloats / (4 * kThreads) - 1; ++i", "WIDE"),
+    Bug("backward_prepare_sm90.cu", "partial sum", "int lanes = kLanes / 2; lanes > 0", "int lanes = kLanes / 2; lanes > 1", "WIDE"),
+    Bug("backward_prepare_sm90.cu", "unwritten tail", "st_global(negative_delta_rows(p, record) + local, i < sequence.q_length ? -delta : 0.f);", "if (i < sequence.q_length) st_global(negative_delta_rows(p, record) + local, -delta);", "WIDE"),
+    Bug("backward_prepare_sm90.cu", "missing guard", "logsumexp == negative_infinity() ? -negative_infinity() : ", "", "WIDE_EMPTY"),
+    Bug("backward_prepare_sm90.cu", "past the end", "i < sequence.q_length && chunk * 8 <", "chunk * 8 <", "HOPPER_BACKWARD"),
+    Bug("backward_prepare_sm90.cu", "logsumexp base", "logsumexp * kLog2e", "logsumexp", "HOPPER_BACKWARD"),
+    Bug("backward_prepare_sm90.cu", "sign", "? -delta : 0.f", "? delta : 0.f", "HOPPER_BACKWARD"),
+    Bug("backward_finish_sm90.cu", "missing scale", "acc[4 * i + 3] = sum.w * p.softmax_scale;", "acc[4 * i + 3] = sum.w;", "HOPPER_BACKWARD"),
+    Bug("backward_finish_sm90.cu", "wrong warp", "(warp_index() * kDqTiles + tile)", "(tile * 4 + warp_index() ^ 1)", "HOPPER_BACKWARD"),
+    Bug("backward_finish_sm90.cu", "unwritten tail", "store_accumulators(dq, row, sequence.q_length,", "store_accumulators(dq, row, sequence.q_length - 1,", "WIDE"),
+    Bug("backward_finish_sm90.cu", "written past the end", "store_accumulators(dq, row, sequence.q_length,", "store_accumulators(dq, row, sequence.q_length + 1,", "HOPPER_VARLEN"),
 ]  # fmt: skip
 
 
