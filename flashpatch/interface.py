@@ -32,10 +32,10 @@ SUPPORTED = "5.17 up to, not including, 6"
 # Keyword arguments with no bearing on attention: switches and tensors of the model around it that decoders pass through.
 NOISE = frozenset(
     (
-        "use_cache", "cache_position", "past_key_values", "past_key_value", "return_dict", 
+        "use_cache", "cache_position", "past_key_values", "return_dict", 
         "output_hidden_states", "output_router_logits", "output_attentions", "encoder_hidden_states",
-        "encoder_attention_mask", "num_items_in_batch", "position_embeddings", "position_embeddings_global",
-        "position_embeddings_local", "labels", "logits_to_keep", "inputs_embeds", "input_ids", "token_type_ids",
+        "encoder_attention_mask", "num_items_in_batch", "position_embeddings", 
+        "labels", "logits_to_keep", "inputs_embeds", "input_ids", "token_type_ids",
         "mm_token_type_ids", "pixel_values", "image_sizes", "deterministic", "seq_idx", "layer_idx", "max_length_q",
         "max_length_k", "max_seqlen_q", "max_seqlen_k",
     )
