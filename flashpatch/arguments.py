@@ -91,6 +91,8 @@ def _check_extras(problems: list[str], q, k, bias, mask, key_ranges, alibi_slope
                 f"key_ranges has shape {_shape(key_ranges)}; [batch or 1, seqlen_q or 1, 2] = "
                 f"[{q.shape[0]}, {q.shape[1]}, 2] is needed"
             )
+    if key_ranges is not None and key_ranges.dtype != torch.int32:
+        problems.append(f"key_ranges has dtype {key_ranges.dtype}; int32 is needed")
     if mask is not None and mask.dtype != torch.bool:
         problems.append(f"mask has dtype {mask.dtype}; bool is needed (True = attend), an additive one goes to bias")
     if bias is not None and not bias.is_floating_point():

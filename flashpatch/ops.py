@@ -63,9 +63,9 @@ def expanded(call: Call, q, k) -> Call:
         return call
     if call.alibi_slopes is not None:
         batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
-        call.alibi_slopes = call.alibi_slopes.float().expand(batch, q.shape[-2])
+        call.alibi_slopes = call.alibi_slopes.float().contiguous().expand(batch, q.shape[-2])
     if call.sinks is not None:
-        call.sinks = call.sinks.float()
+        call.sinks = call.sinks.float().contiguous()
     if q.dim() == 4:
         batch, seqlen_q, heads, _ = q.shape
         shape = (batch, heads, seqlen_q, k.shape[1])
@@ -75,7 +75,8 @@ def expanded(call: Call, q, k) -> Call:
         if call.mask is not None:
             call.mask = call.mask.expand(shape)
         if call.key_ranges is not None:
-            call.key_ranges = call.key_ranges.expand(batch, seqlen_q, 2)
+            ranges = call.key_ranges if call.key_ranges.stride(-1) == 1 else call.key_ranges.contiguous()
+            call.key_ranges = ranges.expand(batch, seqlen_q, 2)
     return call
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashpatch
-from flashpatch import counting, execution, ops, reference
+from flashpatch import counting, emulator, execution, ops, reference
 from flashpatch.call import Call
 from flashpatch.problem import DeclinedError
 
@@ -205,6 +205,10 @@ BAD = {
     "mask-dtype": (lambda q, k, v: attention(q, k, v, mask=torch.zeros(9, 9)), "bool is needed"),
     "mask-shape": (lambda q, k, v: attention(q, k, v, mask=torch.ones(3, 9, 9).bool()), "it must broadcast to"),
     "bias-shape": (lambda q, k, v: attention(q, k, v, bias=torch.zeros(9, 8)), "bias has shape"),
+    "ranges-dtype": (
+        lambda q, k, v: attention(q, k, v, key_ranges=torch.zeros(1, 9, 2).long()),
+        "key_ranges has dtype torch.int64; int32 is needed",
+    ),
     "sinks": (lambda q, k, v: attention(q, k, v, sinks=torch.zeros(2)), r"\[num_heads_q\] = \[4\]"),
     "alibi": (lambda q, k, v: attention(q, k, v, alibi_slopes=torch.zeros(3)), "alibi_slopes has shape"),
     "on-decline": (lambda q, k, v: flashpatch.attention(q, k, v, on_decline="ignore"), '"error" or "fallback"'),
@@ -251,3 +255,23 @@ def test_features_name_what_is_asked():
     q, k, v = qkv()
     call = Call(0.25, 9, 9, window_left=3, window_right=0, softcap=2.0)
     assert execution.features(q, k, v, call) == {"causal", "window", "gqa", "softcap"}
+
+
+def test_strided_extras_reach_the_kernels_right(monkeypatch):
+    """Slopes, sinks and ranges in any strides: kernels read them with a unit one."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    if emulator.available() is not None:
+        pytest.skip(str(emulator.available()))
+    q, k, v = qkv(dtype=torch.bfloat16)
+    every_other = {
+        "alibi_slopes": torch.rand(8)[::2],
+        "sinks": torch.randn(8)[::2],
+        "key_ranges": torch.stack([torch.zeros(9), torch.arange(9) + 1]).int().T[None],
+    }
+    dense = {name: tensor.contiguous() for name, tensor in every_other.items()}
+    for name, tensor in every_other.items():
+        assert not tensor.is_contiguous()
+        torch.testing.assert_close(
+            flashpatch.attention(q, k, v, **{name: tensor}), flashpatch.attention(q, k, v, **{name: dense[name]}),
+            rtol=0, atol=0,
+        )  # fmt: skip
