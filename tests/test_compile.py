@@ -77,12 +77,17 @@ def grid() -> tuple[Target, ...]:
         }
         for case in cases.cases(device):
             problems |= {case.problem, case.problem.backward()}
-        for problem in sorted(problems, key=repr):
+        for problem in sorted(problems, key=_order):
             plan = planning.resolve(problem, device)
             if isinstance(plan, Plan):
                 for config in launcher.configs(plan.config):
                     targets[Target(config, compiler.arch(config, device), device.shared_memory)] = None
     return tuple(targets)
+
+
+def _order(problem: Problem) -> tuple:
+    """The same in every process, so that the default run is too: a set's own order is not."""
+    return problem.direction, problem.dtype, problem.head_dim, problem.head_dim_v, sorted(problem.features)
 
 
 def tiles_of(config: Config) -> tuple[tuple[str, int, int], ...]:
