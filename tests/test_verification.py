@@ -233,7 +233,12 @@ def test_compiled_only_is_not_passed(monkeypatch):
 
 
 def test_the_matrix_is_not_more_optimistic_than_its_evidence():
-    assert evidence.stale_cells(planning.support(), evidence.folder()) == {}
+    stale = evidence.stale_cells(planning.support(), evidence.folder())
+    examples = "\n".join(f"{cell}: {why}" for cell, why in list(stale.items())[:5])
+    assert not stale, (
+        f"{len(stale)} cells of compat_matrix.yaml are called verified without valid evidence:\n{examples}\n"
+        "type: flashpatch verify --record (on that GPU), or: flashpatch verify --demote"
+    )
 
 
 @pytest.fixture
