@@ -63,6 +63,8 @@ def command(model, train, save, strict, dtype, device, as_json, **load):
 
     if save and Path(save).is_file():
         raise Fault(f"--save {save}: that is a file; a folder is needed", USAGE)
+    if save and Path(save).exists() and Path(save).resolve() == Path(model).resolve():
+        raise Fault(f"--save {save}: that is MODEL itself, which would be overwritten; name another folder", USAGE)
     with models.translated():
         loaded, inputs = models.load(model, dtype=dtype, device=device, patched=False, **load)
         report = _run(model, loaded, inputs, train, save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -136,14 +137,17 @@ def _check_lengths(
             if sequences < 0 or (batch is not None and sequences != batch):
                 problems.append(f"{name} has {sequences + 1} entries; batch + 1 are needed, as in the other cu_seqlens")
             batch = sequences if batch is None else batch
-            if tensor.device.type == "cpu":
-                _check_offsets(problems, name, tensor, (q if name.endswith("q") else k).shape[0])
+            if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+                longest = max_seqlen_q if name.endswith("q") else max_seqlen_k
+                _check_offsets(problems, name, tensor, (q if name.endswith("q") else k).shape[0], longest)
         elif batch is not None and tensor.shape[0] != batch:
             problems.append(f"seqused_k has {tensor.shape[0]} entries for a batch of {batch}")
 
 
-def _check_offsets(problems: list[str], name: str, offsets: torch.Tensor, total: int) -> None:
+def _check_offsets(problems: list[str], name: str, offsets: torch.Tensor, total: int, longest: int | None) -> None:
     """What can be seen without waiting for a GPU; kernels clamp the rest."""
     values = offsets.tolist()
     if values and (values[0] != 0 or values != sorted(values) or values[-1] > total):
         problems.append(f"{name} is {values[:8]}...; it must start at 0, never decrease and end at most at {total}")
+    elif longest is not None and (found := max((b - a for a, b in itertools.pairwise(values)), default=0)) > longest:
+        problems.append(f"max_seqlen_{name[-1]} is {longest}, but {name} has a sequence of {found}")

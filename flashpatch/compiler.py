@@ -199,7 +199,7 @@ def cache_dir() -> Path | None:
     """A folder only this user can read, or None where there is none (then cubins stay in memory)."""
     configured = os.environ.get("FLASHPATCH_CACHE_DIR")
     if configured:
-        folder = Path(configured)
+        folder = Path(configured).absolute()
     elif sys.platform == "win32":
         folder = Path(os.environ.get("LOCALAPPDATA", Path.home())) / "flashpatch"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -42,6 +43,16 @@ class LayerCounts:
 DIRECT = 0
 layers: list[LayerCounts] = [LayerCounts("flashpatch.attention")]
 _warned: set[tuple[str, str]] = set()
+
+
+def switched_on(variable: str) -> bool:
+    """Whether an environment variable of ours is on: 1, true, yes or on. Raises ValueError for what is neither that nor off."""
+    value = os.environ.get(variable, "").lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{variable}={value!r}: 1 (or true, yes, on) or 0 (or false, no, off) is needed")
 
 
 def register_layer(name: str) -> int:

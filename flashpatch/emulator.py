@@ -195,7 +195,7 @@ def _cache_folder() -> Path:
     """A folder that only this user can read or write; a temporary one where there is none."""
     base = os.environ.get("FLASHPATCH_CACHE_DIR")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashpatch"
-    folder = (Path(base) if base else home) / "emulator"
+    folder = (Path(base).absolute() if base else home) / "emulator"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)

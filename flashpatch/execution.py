@@ -12,7 +12,7 @@ import torch
 from . import fallback, launcher, planning
 from .call import Call
 from .compiler import CompileError
-from .counting import layers, record_call, record_decline
+from .counting import layers, record_call, record_decline, switched_on
 from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
 
 _DTYPES = {
@@ -100,6 +100,9 @@ def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     if call.softmax_scale <= 0.0:
         text = f"softmax_scale is {call.softmax_scale}; kernels take the maximum before scaling and need a positive one"
         return Decline(problem, (Reason("softmax_scale", text),))
+    if call.bias is not None and call.bias.dtype != q.dtype:
+        text = f"the bias is {call.bias.dtype}, q is {q.dtype}; kernels add a bias of q's dtype: pass bias.to(q.dtype)"
+        return Decline(problem, (Reason("bias_dtype", text),))
     if reason := launcher.unavailable(device.backend):
         return Decline(problem, (reason,))
     decision = planning.resolve(problem, device)
@@ -140,7 +143,7 @@ def device_of(device: torch.device) -> Device | Reason:
             (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
             multiprocessors=facts.multi_processor_count, index=device.index or 0,
         )  # fmt: skip
-    if device.type == "cpu" and os.environ.get("FLASHPATCH_EMULATE") == "1":
+    if device.type == "cpu" and switched_on("FLASHPATCH_EMULATE"):
         return planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
     return Reason("no_gpu", f"the tensors are on {device.type}; kernels run on NVIDIA GPUs")
 
@@ -153,7 +156,7 @@ def _failed(cache: dict, key: tuple, plan: Plan, error: CompileError) -> Decline
 
 
 def _declined(decline: Decline, layer: int, strict: bool) -> None:
-    if strict or os.environ.get("FLASHPATCH_STRICT") == "1":
+    if strict or switched_on("FLASHPATCH_STRICT"):
         raise DeclinedError(decline)
     for reason in decline.reasons:
         record_decline(layer, reason)

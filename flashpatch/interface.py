@@ -14,7 +14,6 @@ such rows are padding. An additive mask of the user's own keeps eager's meaning 
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 
@@ -248,7 +247,7 @@ def _decline(layer: int, strict: bool, query, value, code: str, text: str) -> No
     if torch.compiler.is_compiling():
         return
     reason = Reason(code, text)
-    if strict or os.environ.get("FLASHPATCH_STRICT") == "1":
+    if strict or counting.switched_on("FLASHPATCH_STRICT"):
         problem = Problem("forward", str(query.dtype).removeprefix("torch."), query.shape[-1], value.shape[-1])
         raise DeclinedError(Decline(problem, (reason,)))
     counting.record_decline(layer, reason)

@@ -122,7 +122,7 @@ def _check_source(source: str, gguf_file: str | None, allow_pickle: bool, random
     if not allow_pickle:
         raise ModelError(
             f"{source} has its weights only as a pickle ({pickles[0]}), which can run any code when loaded. "
-            "Convert it (model.save_pretrained(folder) writes safetensors), or, if you trust it, pass allow_pickle=True"
+            "Convert it (model.save_pretrained(folder) writes safetensors), or, if you trust it, pass allow_pickle=True (--allow-pickle)"
         )
 
 
@@ -199,7 +199,7 @@ def _explained(source: str, error: Exception, trusted: bool) -> ModelError:
     if "safetensors" in text:
         return ModelError(
             f"{source} has no safetensors weights; pickles can run any code when loaded. "
-            "If you trust it, pass allow_pickle=True, or --random-weights for its config alone"
+            "If you trust it, pass allow_pickle=True (--allow-pickle); --random-weights takes its config alone"
         )
     return ModelError(f"{source} cannot be loaded: {text[:500]}")
 
@@ -224,9 +224,11 @@ def save(model: torch.nn.Module, folder: str | os.PathLike, *, source: str | os.
     folder = Path(folder)
     if folder.is_file():
         raise ModelError(f"{folder} is a file; a folder is needed")
-    model.save_pretrained(folder)
     source = Path(os.fspath(source or getattr(model, "name_or_path", "") or ""))
-    if source.is_dir() and source.resolve() != folder.resolve():
+    if source.is_dir() and source.resolve() == folder.resolve():
+        raise ModelError(f"{folder} is the folder the model came from, and saving would overwrite it; name another one")
+    model.save_pretrained(folder)
+    if source.is_dir():
         for path in source.iterdir():
             if path.suffix in _COMPANIONS and not path.name.endswith(".index.json"):
                 target = folder / path.name

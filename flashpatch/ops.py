@@ -8,6 +8,7 @@ eager call goes straight to the bodies; the dispatcher's way there costs as much
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from . import execution
 from .arguments import check
@@ -65,13 +66,13 @@ def expanded(call: Call, q, k) -> Call:
         batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
         call.alibi_slopes = call.alibi_slopes.float().contiguous().expand(batch, q.shape[-2])
     if call.sinks is not None:
-        call.sinks = call.sinks.float().contiguous()
+        call.sinks = call.sinks.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
     if q.dim() == 4:
         batch, seqlen_q, heads, _ = q.shape
         shape = (batch, heads, seqlen_q, k.shape[1])
         if call.bias is not None:
             # contiguous, because kernels write its gradient in the strides of the bias
-            call.bias = call.bias.to(q.dtype).contiguous().expand(shape)
+            call.bias = call.bias.contiguous().expand(shape)
         if call.mask is not None:
             call.mask = call.mask.expand(shape)
         if call.key_ranges is not None:
@@ -103,6 +104,8 @@ def _backward_body(dout, dlogsumexp, q, k, v, out, logsumexp, *arguments):
 
 
 def _like(gradient: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    if wanted.numel() == 0:
+        return torch.zeros_like(wanted)
     return gradient.sum_to_size(wanted.shape).to(wanted.dtype).contiguous()
 
 
@@ -348,6 +351,7 @@ def _is_eager(q: torch.Tensor) -> bool:
         or type(q) is not torch.Tensor
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or torch.is_autocast_enabled(q.device.type)
     )
 
@@ -364,8 +368,23 @@ def attend(q, k, v, call: Call, layer: int, strict: bool = False) -> tuple[torch
     if k.dtype != q.dtype or v.dtype != q.dtype:
         q, k, v = _common_dtype(q, k, v)
     if not _is_eager(q):
+        _refuse_transforms(q, k, v)
         return _forward_op(q, k, v, *_flat(call), strict, layer)
     return _run(q, k, v, call, layer, strict)
+
+
+def _refuse_transforms(*tensors: torch.Tensor) -> None:
+    """Raise NotImplementedError for derivatives the operators do not have; their silence would be a zero."""
+    if torch.compiler.is_compiling():
+        return
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    names = {level.key().name for level in levels} & {"Grad", "Jvp"}
+    dual = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    if names or dual:
+        what = "torch.func.grad, vjp and jacrev" if names == {"Grad"} else "forward-mode derivatives (jvp, jacfwd)"
+        raise NotImplementedError(
+            f"flashpatch attention has no {what}; use tensor.backward() or torch.autograd.grad, or eager attention"
+        )
 
 
 def _run(q, k, v, call: Call, layer: int, strict: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -609,3 +609,18 @@ def test_cache_is_private_and_survives_damage(folder, tmp_path):
     entry.write_bytes(content[: len(content) // 2])
     assert load()[1] != built
     assert entry.read_bytes()[-32:] != content[: len(content) // 2][-32:]
+
+
+def test_a_finished_launch_keeps_no_stacks(run):
+    """A process may hold 65530 mappings: hundreds a kernel, for as many kernels as a test run loads, are too many."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    run("correct")
+    guards = [line for line in maps.read_text().splitlines() if " ---p " in line and _bytes(line) == 64 * 1024]
+    assert len(guards) < 16
+
+
+def _bytes(line: str) -> int:
+    begin, _, end = line.split()[0].partition("-")
+    return int(end, 16) - int(begin, 16)

@@ -131,13 +131,18 @@ class Stacks {
     if (index >= count_) grow(index + 1, slot);
     return base_ + index * slot + kGuardBytes;
   }
-  bool ready() const { return base_ != nullptr; }
+  // Every loaded kernel has a machine of its own, and a process may hold only so many mappings: two a stack add up.
+  void release() {
+    if (base_) munmap(base_, count_ * (kStackBytes + kGuardBytes));
+    base_ = nullptr;
+    count_ = 0;
+  }
 
  private:
   static constexpr size_t kGuardBytes = 64 * 1024;  // a multiple of every page size in use
 
   void grow(u32 count, size_t slot) {
-    if (base_) munmap(base_, count_ * slot);
+    release();
     void* p = mmap(nullptr, count * slot, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     base_ = p == MAP_FAILED ? nullptr : static_cast<char*>(p);
     count_ = base_ ? count : 0;

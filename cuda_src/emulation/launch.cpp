@@ -68,6 +68,7 @@ EXPORT int flashpatch_launch(void (*entry)(const void*), const void* params, uns
   banks_begin_launch();
   global_begin_launch();
   for (u32 block = 0; block < grid && !machine.failed; ++block) run_block(block);
+  machine.stacks.release();
   return machine.failed;
 }
 
