@@ -351,6 +351,14 @@ def test_apply_exit_codes(folders):
     assert result.exit_code == 1 and "not finite" in result.stdout
 
 
+def test_apply_save_never_overwrites_its_source(folders):
+    weights = folders / "llama" / "model.safetensors"
+    before = weights.read_bytes()
+    result = run("apply", folders / "llama", *SHORT, "--random-weights", "--save", folders / "llama")
+    assert result.exit_code == 2 and "that is MODEL itself" in result.output
+    assert weights.read_bytes() == before
+
+
 def test_apply_save_writes_a_copy_that_comes_up_patched(folders, tmp_path):
     import transformers
 

@@ -275,3 +275,38 @@ def test_strided_extras_reach_the_kernels_right(monkeypatch):
             flashpatch.attention(q, k, v, **{name: tensor}), flashpatch.attention(q, k, v, **{name: dense[name]}),
             rtol=0, atol=0,
         )  # fmt: skip
+
+
+def test_derivatives_that_do_not_exist_are_refused_not_zero():
+    q, k, v = qkv()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad"):
+        torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        attention(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+
+
+def test_a_wider_bias_keeps_its_precision():
+    q, k, v = qkv(dtype=torch.bfloat16)
+    bias = 300 + torch.rand(9, 9) - torch.arange(9.0)
+    exact, _ = reference.attention(q, k, v, bias=bias)
+    assert (attention(q, k, v, bias=bias).double() - exact).abs().max() < 0.02
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    wide = [tensor.double() for tensor in qkv()]
+    torch.autograd.gradcheck(lambda sinks: attention(*wide, sinks=sinks), sinks)
+
+
+def test_a_switch_is_on_off_or_an_error(monkeypatch):
+    monkeypatch.setenv("FLASHPATCH_STRICT", "yes")
+    with pytest.raises(DeclinedError):
+        attention(*qkv())
+    monkeypatch.setenv("FLASHPATCH_STRICT", "perhaps")
+    with pytest.raises(ValueError, match="FLASHPATCH_STRICT='perhaps'"):
+        attention(*qkv())
+
+
+def test_max_seqlen_below_a_sequence_is_named():
+    rows, starts = torch.randn(8, 1, 16), torch.tensor([0, 8]).int()
+    with pytest.raises(ValueError, match="max_seqlen_q is 3, but cu_seqlens_q has a sequence of 8"):
+        attention(rows, rows, rows, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=3, max_seqlen_k=8)
