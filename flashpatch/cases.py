@@ -91,10 +91,13 @@ def _case(device: Device, dtype: str, bucket: int, features: frozenset[str], num
     sizes = GPU_SIZES if device.backend == "gpu" else EMULATED_SIZES
     if "dropout" in features:  # the reference draws its Philox numbers on the CPU
         sizes = tuple(size for size in sizes if size[0] * size[1] <= 200_000)
+    # One row per head is too small a sample: the largest error of eager attention over a few rows of a peaked softmax
+    # says nothing of what the next few rows would show.
+    batch = 8 if sizes[number % len(sizes)][0] == 1 and "varlen" not in features else 2
     smaller = planning.support().bucket(bucket - 8) == bucket and (padded or (device.backend != "gpu" and number % 2))
     return Case(
         _problem(dtype, bucket - 8 if smaller else bucket, features),
-        2,
+        batch,
         *sizes[number % len(sizes)],
         *((4, 2) if "gqa" in features else (2, 2)),
         VALUES[number % 2],
@@ -233,7 +236,8 @@ def _varlen(case: Case, draw: _Draw) -> None:
 def _seqused_k(case: Case, draw: _Draw) -> None:
     batch = _batch(case, draw)
     used = [max(case.seqlen_k - 3, 0), 0, 2, 1, case.seqlen_k // 2]
-    draw.keywords["seqused_k"] = torch.tensor(used[:batch], dtype=torch.int32, device=draw.device)
+    lengths = list(itertools.islice(itertools.cycle(used), batch))
+    draw.keywords["seqused_k"] = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
 
 
 def _key_ranges(case: Case, draw: _Draw) -> None:
