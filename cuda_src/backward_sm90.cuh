@@ -12,10 +12,11 @@ using KeyTile = SlabTile<kBlockN, kHeadDim>;    // K, V
 using QueryTile = SlabTile<kBlockM, kHeadDim>;  // Q, dO
 using ScoreTile = SlabTile<kBlockN, kBlockM>;   // dS^T
 
-// Shared memory: K | V | Q stages | dO stages | logsumexp stages | -delta stages | barriers | what the kernel has beside these.
+// Shared memory: K | V | Q stages | dO stages | logsumexp stages | -delta stages | barriers, ticket | what the kernel has beside these.
 constexpr int kVOffset = KeyTile::kBytes, kQOffset = kVOffset + KeyTile::kBytes, kDoutOffset = kQOffset + 2 * QueryTile::kBytes;
 constexpr int kStatisticsBytes = kBlockM * 4, kLogsumexpOffset = kDoutOffset + 2 * QueryTile::kBytes;
 constexpr int kDeltaOffset = kLogsumexpOffset + 2 * kStatisticsBytes, kBarrierOffset = kDeltaOffset + 2 * kStatisticsBytes;
+constexpr int kTicketOffset = kBarrierOffset + 512;
 constexpr int kOwnOffset = kBarrierOffset + 1024;  // a multiple of 1024 again
 // Barriers, in bytes; those with stages have two.
 constexpr int kKFull = 0, kVFull = 8, kQFull = 16, kQEmpty = 32, kDoutFull = 48, kDoutEmpty = 64, kOwnBarriers = 80;
@@ -34,7 +35,21 @@ struct SharedMemory {
   DEVICE u32 logsumexp(int stage) const { return base + kLogsumexpOffset + stage * kStatisticsBytes; }
   DEVICE u32 negative_delta(int stage) const { return base + kDeltaOffset + stage * kStatisticsBytes; }
   DEVICE u32 barrier(int which, int stage = 0) const { return base + kBarrierOffset + which + stage * 8; }
-  // By one thread; the caller makes it visible.
+  // What every CTA does first: barriers, the kernel's own with them, and its place in the order of key blocks.
+  template <class Init> DEVICE u32 start(const Params& p, const Init& init_own_barriers) const {
+    if (thread_index() == 0) {
+      init_barriers();
+      init_own_barriers();
+      fence_mbarrier_init();  // TMA arrives at initialised barriers
+      if constexpr (kDeterministic) st_shared(base + kTicketOffset, atomic_add_global((u32*)p.dq_turns, 1));
+    }
+    sync_block();  // nobody waits at a barrier that is not initialised
+    return index();
+  }
+  // Deterministic: first come, first served, see turns_before.
+  DEVICE u32 index() const { return kDeterministic ? ld_shared<u32>(base + kTicketOffset) : block_index(); }
+
+ private:
   DEVICE void init_barriers() const {
     mbarrier_init(barrier(kKFull), 1);
     mbarrier_init(barrier(kVFull), 1);
@@ -265,7 +280,12 @@ template <int kCount> DEVICE void store_gradient(float (&acc)[kCount], float sca
 }
 
 // ---- deterministic dq: key blocks add to a query block in falling order ----
-// No deadlock: a CTA waits only for key blocks of its head that come before it in the grid, which started earlier and never wait for it.
+// Params.dq_turns: a word that deals out key blocks, then one counter a record, of what has been added to it; all zeroed.
+//
+// Nobody waits for ever. A CTA waits only for key blocks of its own head that come before its own in key_block_of's order. It took its
+// place in that order when it started, so the CTAs it waits for have started before, and a CTA that runs keeps its multiprocessor.
+// All CTAs of a head add in the same order of steps and never wait for anything between two adds but their own loads and products.
+// So of the unfinished CTAs the first waits for nobody and finishes, then the next, whatever order the hardware started blocks in.
 
 // Key blocks that add to query block m before block n does. By the rule of query_blocks_of those are all between n and the last
 // one whose first key some row of m sees.
@@ -275,6 +295,6 @@ DEVICE int turns_before(const Sequence& s, int n_block, int m_block) {
   return last - n_block;
 }
 DEVICE void await_turn(const Params& p, u32 record, int turn) {
-  while (ld_acquire_global(p.dq_turns + record) < turn) {}
+  while (ld_acquire_global(p.dq_turns + 1 + record) < turn) {}
 }
-DEVICE void pass_turn(const Params& p, u32 record) { red_release_add_global(p.dq_turns + record, 1); }
+DEVICE void pass_turn(const Params& p, u32 record) { red_release_add_global(p.dq_turns + 1 + record, 1); }

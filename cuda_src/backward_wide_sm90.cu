@@ -24,23 +24,19 @@ static_assert(kBlockM == 64 && kBlockN == 64 && kNumWarps == 12, "one tile of 64
 
 KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Params& p = params.common;
-  const Position position = key_block_of(p, block_index());
-  const Sequence sequence = sequence_of(p, position.batch);
-  const int n_block = position.block, first_key = n_block * kBlockN;
-  if (first_key >= sequence.k_rows) return;
-
   const SharedMemory smem = {shared_base()};
-  if (thread_index() == 0) {
-    smem.init_barriers();
+  const u32 index = smem.start(p, [&] {
     mbarrier_init(smem.barrier(kPFull), 4);
     mbarrier_init(smem.barrier(kPEmpty), 4);
     for (int stage = 0; stage < 2; ++stage) {
       mbarrier_init(smem.barrier(kDsFull, stage), 4);
       mbarrier_init(smem.barrier(kDsEmpty, stage), 4 * kAddersPerBlock);
     }
-    fence_mbarrier_init();  // TMA arrives at initialised barriers
-  }
-  sync_block();  // nobody waits at a barrier that is not initialised
+  });
+  const Position position = key_block_of(p, index);
+  const Sequence sequence = sequence_of(p, position.batch);
+  const int n_block = position.block, first_key = n_block * kBlockN;
+  if (first_key >= sequence.k_rows) return;
 
   const int warpgroup = uniform(thread_index() / 128) - 1;
   Walk walk(p, sequence, position.head, n_block);

@@ -5,7 +5,6 @@
 //                               [kHeadDim / 8][32 lanes][4], so that a warp adds one run of bytes
 //   kBlockM floats              logsumexp * log2(e), +inf for rows that are none or see nothing: exp2(s - inf) = 0
 //   kBlockM floats              -delta, 0 for rows that are none
-// Params.dq_turns has one counter a record: warps that have added to it (deterministic).
 // Records: [query blocks][num_heads_q] with batch * m_blocks query blocks; varlen: total_q / kBlockM + batch, sequence by sequence,
 // so that short sequences beside a long one take no more than their rows, rounded up.
 #pragma once

@@ -168,8 +168,9 @@ class Backward:
         self.key_blocks = shapes.n_blocks * k.shape[-2] * shapes.batch
         if _takes_maps(config):  # records of cuda_src/workspace_sm90.cuh
             blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
-            self.turns = blocks * q.shape[-2]
-            self.workspace = (self.turns, config.block_m * (config.head_dim + 2))
+            records = blocks * q.shape[-2]
+            self.turns = 1 + records  # a word that deals out key blocks, a counter per record
+            self.workspace = (records, config.block_m * (config.head_dim + 2))
         else:
             self.turns = self.query_blocks
             self.workspace = (self.turns, config.block_m * config.head_dim)
