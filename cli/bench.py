@@ -21,13 +21,15 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @click.command("bench")
 @click.option("--head-dims", default="64,128", show_default=True, callback=_numbers, help="Head dims to time.")
 @click.option("--seqlens", default="512,2048,8192", show_default=True, callback=_numbers, help="Sequence lengths.")
+@click.option("--odd", is_flag=True, help="Instead: one sequence with few key heads, and windows.")
 @click.option("--eager", is_flag=True, help="Time eager attention too, which holds the whole score matrix.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
 @options.dtype("float16 or bfloat16 (default).")
 @options.as_json
 @options.json_schema("benchmarking.BenchReport")
-def command(head_dims, seqlens, eager, rounds, dtype, as_json):
-    """Time flashpatch beside SDPA's backends, forward and backward: 16384 tokens, heads times head dim 2048.
+def command(head_dims, seqlens, odd, eager, rounds, dtype, as_json):
+    """Time flashpatch beside SDPA's backends, and FlashAttention-3 where the wheel fa3-fwd is installed, forward and
+    backward: 16384 tokens, heads times head dim 2048.
 
     TFLOP/s count the FlashAttention papers' way. The variants run in random order in every round.
     """
@@ -39,8 +41,8 @@ def command(head_dims, seqlens, eager, rounds, dtype, as_json):
         raise Fault("bench needs an NVIDIA GPU, and torch sees none; `flashpatch audit` says more", MISSING)
     if dtype not in (None, "float16", "bfloat16"):
         raise Fault(f"--dtype {dtype}: bench times float16 and bfloat16, the dtypes kernels take", USAGE)
-    variants = ("flashpatch", *benchmarking.SDPA_BACKENDS, *(("eager",) if eager else ()))
-    shapes = benchmarking.standard_shapes(head_dims, seqlens)
+    variants = ("flashpatch", *benchmarking.peers(), *(("eager",) if eager else ()))
+    shapes = benchmarking.odd_shapes() if odd else benchmarking.standard_shapes(head_dims, seqlens)
     with rendering.progress("bench") as advance:
         report = benchmarking.bench(
             shapes, dtype=getattr(torch, dtype or "bfloat16"), variants=variants, rounds=rounds,
@@ -56,11 +58,13 @@ def command(head_dims, seqlens, eager, rounds, dtype, as_json):
 
 
 def _print(report, variants) -> None:
-    click.echo(f"{report.gpu}, {report.dtype}: TFLOP/s (milliseconds)")
+    ceiling = f"a matrix product reaches {report.ceiling_tflops:.0f}"
+    click.echo(f"{report.gpu}, {report.dtype}: TFLOP/s (milliseconds); {ceiling}")
     rows: dict[tuple, dict[str, str]] = {}
     for timing in report.timings:
         shape = timing.shape
-        key = (timing.direction, shape.head_dim, "causal" if shape.causal else "full", shape.seqlen)
+        mask = f"window {shape.window}" if shape.window else "causal" if shape.causal else "full"
+        key = (timing.direction, shape.head_dim, mask, shape.seqlen)
         figure = "-" if timing.milliseconds is None else f"{timing.tflops:.0f} ({timing.milliseconds:.3f})"
         rows.setdefault(key, {})[timing.variant] = figure
     columns = ["direction", "head dim", "mask", "seqlen", *variants]
