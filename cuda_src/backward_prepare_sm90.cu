@@ -25,9 +25,6 @@ DEVICE float dot(U32x4 a, U32x4 b) {
 KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
   const Position position = position_of(block_index(), p.m_blocks, p.num_heads_q);
   const Sequence sequence = sequence_of(p, position.batch);
-  const int group = p.num_heads_q / p.num_heads_kv;
-  if (p.dq_turns && position.block == 0 && position.head % group == 0 && thread_index() == 0)
-    st_global(p.dq_turns + (position.batch * p.num_heads_kv + position.head / group), 0);
   const int first = position.block * kBlockM;
   if (first >= sequence.q_length) return;
   const u32 record = record_of(p, first_query_block(p, sequence) + position.block, position.head);

@@ -54,7 +54,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Position position = key_block_of(p, index);
   const Sequence sequence = sequence_of(p, position.batch);
   const int n_block = position.block, first_key = n_block * kBlockN;
-  if (first_key >= larger(sequence.k_rows, 1)) return;                 // one CTA of a head at least: it may have to finish dq
+  if (first_key >= sequence.k_rows) return;
 
   const int warpgroup = uniform(thread_index() / 128) - 1;
   Walk walk(p, sequence, position.head, n_block);
@@ -215,6 +215,5 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Sequence keys = sequence_of(p, here.batch);
   store_gradient(dv_frag, 1.f, dv_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
   store_gradient(dk_frag, p.softmax_scale, dk_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
-  if (!kDeterministic && lane == 0) bulk_wait<0>();               // shared memory outlives the last add; the sums are in memory
-  finish_if_last(p, keys, smem, here.head, warpgroup);
+  if (!kDeterministic && lane == 0) bulk_wait_read<0>();          // shared memory outlives the last add
 }

@@ -22,7 +22,7 @@ constexpr int kOwnOffset = kBarrierOffset + 1024;  // a multiple of 1024 again
 constexpr int kKFull = 0, kVFull = 8, kQFull = 16, kQEmpty = 32, kDoutFull = 48, kDoutEmpty = 64, kOwnBarriers = 80;
 static_assert(kOwnOffset % 1024 == 0);
 
-constexpr int kConsumerWarps = 8, kConsumersBarrier = 3;
+constexpr int kConsumerWarps = 8;
 // 65536 registers: 24 * 128 where one thread issues loads, 240 * 256 where the accumulators live.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
@@ -277,24 +277,6 @@ template <int kCount> DEVICE void store_gradient(float (&acc)[kCount], float sca
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= scale;
   store_accumulators(rows, first_key + warp_row + (lane_index() >> 2), s.k_rows, head_dim, acc);
-}
-
-// ---- dq in 16 bits, where no kernel comes after: by the CTA that is the last of its key head to add ----
-// By the consumers, when what they have added is in memory.
-DEVICE void finish_if_last(const Params& p, const Sequence& s, SharedMemory smem, int kv_head, int warpgroup) {
-  if (kDeterministic || !p.dq_turns) return;
-  fence_global();                                       // this thread's sums before the count
-  barrier_sync(kConsumersBarrier, kConsumerWarps * 32);
-  if (thread_index() == 128) {
-    const u32 others = atomic_add_global((u32*)p.dq_turns + (s.batch * p.num_heads_kv + kv_head), 1);
-    st_shared(smem.base + kTicketOffset, others);
-  }
-  barrier_sync(kConsumersBarrier, kConsumerWarps * 32);
-  if ((int)ld_shared<u32>(smem.base + kTicketOffset) + 1 < larger(ceil_div(s.k_rows, kBlockN), 1)) return;
-  fence_global();                                       // the count before the others' sums
-  const int group = p.num_heads_q / p.num_heads_kv;
-  for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-    for (int m = warpgroup; m * kBlockM < s.q_length; m += 2) finish_record(p, s, head, m);
 }
 
 // ---- deterministic dq: key blocks add to a query block in falling order ----

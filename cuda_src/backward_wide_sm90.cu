@@ -36,7 +36,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   const Position position = key_block_of(p, index);
   const Sequence sequence = sequence_of(p, position.batch);
   const int n_block = position.block, first_key = n_block * kBlockN;
-  if (first_key >= larger(sequence.k_rows, 1)) return;                 // one CTA of a head at least: it may have to finish dq
+  if (first_key >= sequence.k_rows) return;
 
   const int warpgroup = uniform(thread_index() / 128) - 1;
   Walk walk(p, sequence, position.head, n_block);
@@ -181,5 +181,4 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
     last_dq();
     store_gradient(gradient, p.softmax_scale, dk_of(p, sequence, position.head), first_key, warp * 16, sequence, p.head_dim);
   }
-  finish_if_last(p, sequence, smem, position.head, warpgroup);
 }

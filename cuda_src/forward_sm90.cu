@@ -5,9 +5,7 @@
 // issues
 //     S_n = Q K_n^T   and   O += P_{n+1} V_{n+1}
 // together, and does the softmax of S_n while the second product and those of the other warpgroups keep the tensor
-// cores busy. Warpgroups issue in turns. Where two Q fit, the first scores of a tile are issued together with the last
-// product of the tile before, whose rows are stored under the products of the other warpgroups: short sequences have as
-// many first and last blocks as others.
+// cores busy. Warpgroups issue in turns.
 //
 // Assumes what the tensor maps of params_sm90.cuh ask for, 16-byte aligned rows of out, softmax_scale > 0. Stores out
 // [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
@@ -42,11 +40,9 @@ struct alignas(64) Work {
   Span blocks;  // key blocks that some row sees
 };
 
-// Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
-constexpr int kBytesBesideQ = kNumStages * (KTile::kBytes + VTile::kBytes) + 512;
-constexpr int kQStages = 2 * QTile::kBytes + kBytesBesideQ <= 227 * 1024 ? 2 : 1;
-constexpr int kKOffset = kQStages * QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
-constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
+// Shared memory: Q | K stages | V stages | rings | Work of two tiles
+constexpr int kKOffset = QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
+constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<1>::kBytes;
 constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
 constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
 constexpr int kSharedMemory = kWorkOffset + 2 * sizeof(Work);
@@ -56,15 +52,15 @@ constexpr int kTurn = 1, kAllConsumers = kTurn + kConsumers;
 
 struct Shared {
   u32 base;
-  DEVICE explicit Shared(u32 base) : base(base) {}
-  DEVICE QTile q(int stage) const { return {base + stage * QTile::kBytes}; }
+  QTile q;
+  DEVICE explicit Shared(u32 base) : base(base), q{base} {}
   DEVICE KTile k(int stage) const { return {base + kKOffset + stage * KTile::kBytes}; }
   DEVICE VTile v(int stage) const { return {base + kVOffset + stage * VTile::kBytes}; }
   DEVICE u32 work(int stage) const { return base + kWorkOffset + stage * (u32)sizeof(Work); }
 };
 
 struct Rings {
-  Ring<kQStages> q;
+  Ring<1> q;
   Ring<kNumStages> k, v;
   Ring<2> work;
   DEVICE explicit Rings(u32 base) : q(base + kQRing), k(base + kKRing), v(base + kVRing), work(base + kWorkRing) {}
@@ -98,9 +94,8 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   u32 index = block_index();
   while (index < tiles) {
     const u32 next = atomic_add_global(params.tile_counters, 1) + grid_size();  // arrives while this tile loads
-    constexpr u32 kSectionTiles = 2;    // per multiprocessor
     constexpr i64 kL2Bytes = 32 << 20;  // of 50 MB: head dim 128 causal at 8192 reads 667 TFLOP/s, with 16 MB 644
-    const Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, kSectionTiles * grid_size()) : position_of(index, p.m_blocks, p.num_heads_q);
+    const Position position = kHasWindow ? longest_first<kL2Bytes>(p, index) : position_of(index, p.m_blocks, p.num_heads_q);
     const Sequence s = sequence_of(p, position.batch);
     const int first_row = position.block * kBlockM;
     index = next;
@@ -127,8 +122,8 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
     };
     int n = work.blocks.end - 1;
     if (n >= work.blocks.begin) load_k(n);
-    rings.q.wait_empty();  // the last scores of the tile that was there are done
-    smem.q(rings.q.stage()).load(&params.q, rings.q.full(), (int)s.q_start + first_row, position.head, q_batch);
+    rings.q.wait_empty();  // the last scores of the tile before are done
+    smem.q.load(&params.q, rings.q.full(), (int)s.q_start + first_row, position.head, q_batch);
     rings.q.advance();
     for (; n >= work.blocks.begin; --n) {
       if (n > work.blocks.begin) load_k(n - 1);
@@ -177,7 +172,7 @@ DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_fra
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = i_first + half * 8;
-    if ((lane & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[0][half]);
+    if (p.logsumexp && (lane & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[0][half]);
   }
   store_accumulators(out_of(p, s, work.head), i_first, s.q_length, p.head_dim_v, o_frag);
 
@@ -206,7 +201,7 @@ DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_fra
 
 DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int consumer) {
   const Params& p = params.common;
-  const u32 q_operand = smem.q(0).operand(consumer * 64).low;
+  const Operand q_operand = smem.q.operand(consumer * 64);
   const u32 k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
 
   // One arrival a warp, after all of its lanes.
@@ -220,47 +215,18 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   const float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
-  float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
-  u32 p_frag[kScores / 2];  // P of the block before, the A operand of P V
-  LaggingSoftmax softmax;
-  // The tile before: while `open`, its last P V is still to be issued and its rows are to be stored.
-  bool open = false;
-  Ring<2> stored = rings.work;
-
-  const auto issue_output = [&] {
-    issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
-  };
-  const auto set_operand = [&](const float (&s_frag)[kScores]) {
-    pack_operand(p_frag, s_frag);
-    pin(p_frag);  // written before the next product's fence
-  };
-  const auto store_tile = [&] {
-    store(p, ld_shared<Work>(smem.work(stored.stage())), consumer, o_frag, softmax);
-    release(stored);
-  };
-  const auto clear_output = [&] {
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) o_frag[i] = 0.f;
-  };
-  // The last block of the tile before by itself.
-  const auto close = [&] {
-    if (!open) return;
-    open = false;
-    rings.v.wait_full();
-    wgmma_fence();
-    issue_output();
-    wgmma_wait<0>();
-    pin(o_frag);
-    release(rings.v);
-    store_tile();
-  };
-
   for (;;) {
     rings.work.wait_full();
     const u32 slot = smem.work(rings.work.stage());
     const int m_block = uniform(ld_shared<Work>(slot).m_block);
     if (m_block < 0) break;
     rings.q.position = rings.work.position;  // one Q a tile
+
+    float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
+    u32 p_frag[kScores / 2];  // P of the block before, the A operand of P V
+    LaggingSoftmax softmax;
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o_frag[i] = 0.f;
 
     // What is rarely needed is read from `slot` when it is: the main loop has no registers to spare.
     const auto score = [&](float (&s_frag)[kScores], int n, bool masked) {
@@ -275,12 +241,18 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       }
     };
     const auto issue_scores = [&](float (&s_frag)[kScores]) {
-      const Operand q{q_operand + rings.q.stage() * (QTile::kBytes >> 4)};
       const Operand k{k_operand + rings.k.stage() * (KTile::kBytes >> 4)};
-      issue_multiply_transposed<QTile, KTile>(s_frag, q, k);
+      issue_multiply_transposed<QTile, KTile>(s_frag, q_operand, k);
+    };
+    const auto issue_output = [&] {
+      issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
+    };
+    const auto set_operand = [&](const float (&s_frag)[kScores]) {
+      pack_operand(p_frag, s_frag);
+      pin(p_frag);  // written before the next product's fence
     };
 
-    // First block of this warpgroup, scores alone.
+    // First block of this warpgroup: scores alone.
     const auto begin = [&](int n, bool masked) {
       float s_frag[kScores], factor[2];
       rings.k.wait_full();
@@ -292,40 +264,9 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       pin(s_frag);
       release(rings.k);
       score(s_frag, n, masked);
-      softmax = LaggingSoftmax();
       softmax.grow(factor, s_frag, scale_log2);
       softmax.exponentiate<0, kScores>(s_frag, scale_log2);
       set_operand(s_frag);
-      clear_output();
-    };
-    // First block together with the last one of the tile before.
-    const auto cross = [&](int n, bool masked) {
-      float s_frag[kScores], factor[2];
-      LaggingSoftmax next;
-      rings.k.wait_full();
-      rings.v.wait_full();
-      take_turn();
-      wgmma_fence();
-      issue_scores(s_frag);
-      issue_output();
-      pass_turn();
-      wgmma_wait<1>();
-      pin(s_frag);
-      release(rings.k);
-      score(s_frag, n, masked);
-      next.grow(factor, s_frag, scale_log2);
-      if constexpr (kUnderProduct > 0) {
-        next.exponentiate<0, kUnderProduct>(s_frag, scale_log2);
-        hold(next.row_sum[0] + next.row_sum[1], slot);
-      }
-      wgmma_wait<0>();
-      pin(o_frag);
-      release(rings.v);
-      next.exponentiate<kUnderProduct, kScores>(s_frag, scale_log2);
-      set_operand(s_frag);
-      store_tile();
-      softmax = next;
-      clear_output();
     };
     // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
     const auto step = [&](int n, auto masked) {
@@ -354,6 +295,15 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       softmax.exponentiate<kUnderProduct, kScores>(s_frag, scale_log2);
       set_operand(s_frag);
     };
+    // O += P V of the last block.
+    const auto finish = [&] {
+      rings.v.wait_full();
+      wgmma_fence();
+      issue_output();
+      wgmma_wait<0>();
+      pin(o_frag);
+      release(rings.v);
+    };
     // A block only other warpgroups see.
     const auto skip = [&] {
       take_turn();
@@ -370,10 +320,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const BlockKeys keys = keys_of_rows(p, s, first_row, smaller(first_row + 64, s.q_length));
     const Span own = uniform(blocks_of(keys)), unmasked = uniform(keys.all);
     int n = blocks.end - 1;
-    const bool has_tail = (p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && s.k_length < blocks.end * kBlockN;
-    // The products of two tiles meet only where the first block of this one is the next in the ring.
-    if (kQStages == 1 || has_tail || own.begin >= own.end || own.end < blocks.end) close();
-    if (has_tail) {
+    if ((p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && s.k_length < blocks.end * kBlockN) {
       rings.v.wait_full();
       clear_tail(smem.v(rings.v.stage()), s.k_length - n * kBlockN);
     }
@@ -381,25 +328,20 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     rings.q.wait_full();
     if (own.begin < own.end) {
       const auto needs_mask = [&](int n) { return n * kBlockN < unmasked.begin || (n + 1) * kBlockN > unmasked.end; };
-      if (open) cross(n, needs_mask(n));
-      else begin(n, needs_mask(n));
+      begin(n, needs_mask(n));
       for (--n; n >= own.begin; --n) {
         if (kHasWindow && needs_mask(n)) step(n, Switch<true>{});
         else step(n, Switch<false>{});
       }
-      release(rings.q);
-      open = true;
-      if (n >= blocks.begin) close();  // the blocks that follow are others'
+      release(rings.q);  // the next tile's Q is loaded under the last product and the store
+      finish();
     } else {
       release(rings.q);
-      softmax = LaggingSoftmax();
-      clear_output();
-      store_tile();
     }
     for (; n >= blocks.begin; --n) skip();
-    rings.work.advance();
+    store(p, ld_shared<Work>(slot), consumer, o_frag, softmax);
+    release(rings.work);
   }
-  close();
 }
 
 KERNEL(kThreads, 1) attention_forward_sm90(GRID_CONSTANT ParamsSm90 params) {

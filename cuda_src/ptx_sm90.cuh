@@ -22,12 +22,6 @@ template <int kRegisters> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Written in this launch: from L2, past L1.
-template <> DEVICE F32x4 ld_global_coherent(const F32x4* pointer) {
-  F32x4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(pointer) : "memory");
-  return v;
-}
 DEVICE u32 atomic_add_global(u32* pointer, u32 value) { return atomicAdd(pointer, value); }
 
 // ---- named barriers of `threads` threads; 0 is sync_block's ----

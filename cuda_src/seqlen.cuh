@@ -101,16 +101,13 @@ DEVICE Position position_of(u32 index, int blocks, int heads) {
 }
 
 // Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in
-// kL2Bytes of L2, and no more than have `tiles` query blocks: long and short ones should run side by side, for the first
-// ones of a head wait for memory and the others find its K and V in L2.
-template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 tiles = 1u << 30) {
+// kL2Bytes of L2.
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index) {
   const i64 head_bytes = (i64)larger(p.seqlen_k, 1) * (kHeadDim + kHeadDimV) * 2;
   const i64 fitting = kL2Bytes / head_bytes;
   const u32 rows = (u32)p.batch * p.num_heads_q, group = p.num_heads_q / p.num_heads_kv;
   const u32 wanted = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : (u32)fitting) * group;
-  const u32 enough = (tiles + p.m_blocks - 1) / p.m_blocks;
-  const u32 most = wanted < enough ? wanted : enough;
-  const u32 section_rows = most < rows ? most : rows;
+  const u32 section_rows = wanted < rows ? wanted : rows;
   const u32 section = index / (section_rows * p.m_blocks), within = index % (section_rows * p.m_blocks);
   const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;
   const u32 row = section * section_rows + within % here;

@@ -5,7 +5,6 @@
 //                               [kHeadDim / 8][32 lanes][4], so that a warp adds one run of bytes
 //   kBlockM floats              logsumexp * log2(e), +inf for rows that are none or see nothing: exp2(s - inf) = 0
 //   kBlockM floats              -delta, 0 for rows that are none
-// Params.dq_turns, unless deterministic: null, or a counter per (batch, key head) of the key blocks that have added all they have to.
 // Records: [query blocks][num_heads_q] with batch * m_blocks query blocks; varlen: total_q / kBlockM + batch, sequence by sequence,
 // so that short sequences beside a long one take no more than their rows, rounded up.
 #pragma once
@@ -26,22 +25,3 @@ DEVICE u32 record_of(const Params& p, u32 query_block, int head) { return query_
 DEVICE float* dq_sums(const Params& p, u32 record) { return p.dq_accum + (i64)record * kRecordFloats; }
 DEVICE float* logsumexp_rows(const Params& p, u32 record) { return dq_sums(p, record) + kDqFloats; }
 DEVICE float* negative_delta_rows(const Params& p, u32 record) { return dq_sums(p, record) + kDqFloats + kBlockM; }
-
-// By a warpgroup: dq of query block m = softmax_scale * its sums, as 16-bit rows.
-DEVICE void finish_record(const Params& p, const Sequence& s, int head, int m_block) {
-  const int warp = warp_index() & 3, lane = lane_index();
-  const float* sums = dq_sums(p, record_of(p, first_query_block(p, s) + m_block, head));
-#pragma unroll
-  for (int tile = 0; tile < kDqTiles; ++tile) {
-    const F32x4* own = (const F32x4*)(sums + (warp * kDqTiles + tile) * (16 * kHeadDim)) + lane;
-    float acc[kHeadDim / 2];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i) {
-      const F32x4 sum = ld_global_coherent(own + i * 32);
-      acc[4 * i] = sum.x * p.softmax_scale, acc[4 * i + 1] = sum.y * p.softmax_scale;
-      acc[4 * i + 2] = sum.z * p.softmax_scale, acc[4 * i + 3] = sum.w * p.softmax_scale;
-    }
-    const int row = m_block * kBlockM + tile * 64 + warp * 16 + (lane >> 2);
-    store_accumulators(dq_of(p, s, head), row, s.q_length, p.head_dim, acc);
-  }
-}

@@ -51,9 +51,6 @@ _ARGUMENT_BYTES = 5 * tensor_maps.BYTES + _POINTERS.size + _REST.size + _COUNTER
 _MAX_BLOCKS = 2**31 - 1
 
 _MOST_MAPS = 1024
-# The most bytes of fp32 dq of a key head that its last CTA of the Hopper backward rounds by itself. It finds them in L2, but
-# the tensor cores of its multiprocessor wait: 1 MB takes some 10 us, as long as the kernel that does it for everybody.
-_FINISHED_IN_PLACE = 1 << 20
 # The emulator runs the CTAs of a persistent grid one after another; a few are enough to share out tiles.
 _EMULATED_MULTIPROCESSORS = 3
 
@@ -155,14 +152,13 @@ class Backward:
     and one after (dq from fp32)."""
 
     __slots__ = (
-        "after", "before", "counters_at", "kernel", "key_blocks", "plan", "query_blocks", "ragged", "readable", "rest", "turns",
+        "after", "before", "kernel", "key_blocks", "plan", "query_blocks", "ragged", "readable", "rest", "turns",
         "workspace",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
         self.plan = plan
         config = plan.config
-        self.counters_at = 0
         varlen = call.cu_seqlens_q is not None
         self.ragged = (varlen, varlen or call.seqused_k is not None) if _takes_maps(config) else (False, False)
         self.readable = all(map(_has_readable_strides, (dout, q, k, v, out))) and not self._needs_whole_rows(k, v)
@@ -174,13 +170,7 @@ class Backward:
             blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
             records = blocks * q.shape[-2]
             self.turns = 1 + records  # a word that deals out key blocks, a counter per record
-            row = config.block_m * (config.head_dim + 2)
-            self.workspace = (records, row)
-            group_bytes = 4 * config.head_dim * call.max_seqlen_q * (q.shape[-2] // k.shape[-2])
-            if group_bytes <= _FINISHED_IN_PLACE and self.key_blocks and not config.deterministic:
-                counters = shapes.batch * k.shape[-2]
-                self.workspace = (records + -(-counters // row), row)
-                self.counters_at = records * row * 4
+            self.workspace = (records, config.block_m * (config.head_dim + 2))
         else:
             self.turns = self.query_blocks
             self.workspace = (self.turns, config.block_m * config.head_dim)
@@ -220,18 +210,16 @@ class Backward:
             dbias = _bias_gradient(call.bias)
         if dlogsumexp is not None:
             dlogsumexp = dlogsumexp.contiguous()
-        tensors = (q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum)
-        turns = dq_accum.data_ptr() + self.counters_at if self.counters_at else _address(dq_turns)
+        tensors = (q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum, dq_turns)
         optional = call.pointers()
-        params = _POINTERS.pack(*map(_address, tensors), turns, *optional[:6], _address(dbias), *optional[6:]) + self.rest
-        tensors = (*tensors, dq_turns, dbias)
+        params = _POINTERS.pack(*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:]) + self.rest
+        tensors = (*tensors, dbias)
         argument = params
         if _takes_maps(self.plan.config):
             argument = _maps(self.plan.config, q, k, v, dout, *self.ragged) + params + _COUNTERS.pack(0)
         self.before.launch(self.query_blocks, params, tensors, call)
         self.kernel.launch(self.key_blocks, argument, tensors, call)
-        if not self.counters_at:
-            self.after.launch(self.query_blocks, params, tensors, call)
+        self.after.launch(self.query_blocks, params, tensors, call)
         dsinks = None if call.sinks is None else _sink_gradient(call, logsumexp, delta)
         if dbias is not None:
             dbias = dbias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in dbias.stride())]
