@@ -266,3 +266,16 @@ def test_training_stays_in_the_band_of_eager_seeds():
         slack = 0.5 * (high - low)
         assert low - slack <= loss <= high + slack, (i, loss, [curve[i] for curve in band])
     assert patched[-1] < patched[0] - 0.05
+
+
+def test_memory_grows_linearly_with_the_sequence(gpu):
+    def peak(seqlen):
+        q, k, v = qkv(batch=1, seqlen=seqlen, heads=8, heads_kv=8, grad=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        flashpatch.attention(q, k, v, causal=True).sum().backward()
+        return (torch.cuda.max_memory_allocated() - before) / seqlen
+
+    per_token = [peak(seqlen) for seqlen in (2048, 8192, 32768, 65536)]
+    assert max(per_token) < 1.05 * min(per_token), per_token
