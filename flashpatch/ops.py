@@ -401,9 +401,7 @@ def _refuse_transforms(*tensors: torch.Tensor) -> None:
         )
 
 
-def _run(
-    q, k, v, call: Call, layer: int, strict: bool, statistics: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _run(q, k, v, call: Call, layer: int, strict: bool, statistics: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """An eager call, straight to the bodies."""
     bias, sinks, needs_gradient = call.bias, call.sinks, _needs_gradient(q, k, v, call)
     if not call.expanded:
