@@ -38,7 +38,8 @@ class Case:
         dims = f"d{problem.head_dim}" + (f"v{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
         features = "+".join(sorted(problem.features)) or "plain"
         sizes = f"b{self.batch}-q{self.seqlen_q}-k{self.seqlen_k}-h{self.num_heads_q}x{self.num_heads_kv}"
-        return f"{SHORT[problem.dtype]}-{dims}-{features}-{sizes}-{self.values}-{self.layout}"
+        tile = "-short" if problem.short else ""
+        return f"{SHORT[problem.dtype]}-{dims}-{features}-{sizes}-{self.values}-{self.layout}{tile}"
 
 
 # (seqlen_q, seqlen_k): never multiples of a tile only, both longer and shorter than the other, single rows
@@ -77,7 +78,18 @@ def cases(device: Device, quick: bool = False) -> list[Case]:
             problem = _problem(dtype, bucket, frozenset())
             sizes = ((2, 0, 5), (2, 5, 0), (0, 5, 5))  # nothing to ask, nothing to read, nobody there
             found += [Case(problem, batch, seqlen_q, seqlen_k, 2, 2) for batch, seqlen_q, seqlen_k in sizes]
-    return [case for case in found if isinstance(planning.resolve(case.problem, device), Plan)]
+    found = [case for case in found if isinstance(planning.resolve(case.problem, device), Plan)]
+    return [variant for case in found for variant in _by_length(case, device)]
+
+
+def _by_length(case: Case, device: Device) -> Iterable[Case]:
+    """The case with the tile for any length, and once more where short sequences have a tile of their own. The sizes stay
+    as they are: a tile has to be right at every length."""
+    yield case
+    problems = case.problem, case.problem.backward()
+    plans = [(planning.resolve(p, device), planning.resolve(replace(p, short=True), device)) for p in problems]
+    if any(isinstance(usual, Plan) and usual.config != short.config for usual, short in plans):
+        yield replace(case, problem=replace(case.problem, short=True))
 
 
 # What most calls look like: a decoder's training, its packed training, a cache, a local layer.

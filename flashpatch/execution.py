@@ -93,7 +93,8 @@ def _keep(cache: dict, key: tuple, ready) -> None:
 def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     """The Plan or Decline of a call on the device its tensors are on."""
     dtype = _DTYPES.get(q.dtype, str(q.dtype).removeprefix("torch."))
-    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call))
+    short = max(call.max_seqlen_q, call.max_seqlen_k) <= planning.support().short_seqlen
+    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call), short)
     device = device_of(q.device)
     if isinstance(device, Reason):
         return Decline(problem, (device,))

@@ -84,6 +84,7 @@ class Matrix:
     unsupported: dict[tuple[str, str, str, int, str], str]
     excludes: tuple[tuple[frozenset[str], frozenset[str], str], ...]  # (features together, directions, reason)
     head_dims: tuple[int, ...]
+    short_seqlen: int  # sequences up to this long count as short
     tiles: dict[str, dict[int, tuple[dict, ...]]]
 
     def bucket(self, head_dim: int) -> int | None:
@@ -134,6 +135,7 @@ def load_matrix(data: dict) -> Matrix:
             for entry in data.get("excludes", ())
         ),
         head_dims=head_dims,
+        short_seqlen=data["short_seqlen"],
         tiles={
             kernel: {head_dim: tuple(tiles) for head_dim, tiles in table.items()}
             for kernel, table in data["tiles"].items()
@@ -341,11 +343,13 @@ def _shared_memory_reason(problem: Problem, device: Device) -> Reason:
 
 
 def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matrix) -> Config | None:
-    """The first tile of the kernel's table that fits the device's shared memory."""
+    """The first tile of the kernel's table that is for such a problem and fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {key: value for key, value in tile.items() if key not in ("why", "features", "spill_bytes")}
+        sizes = {key: value for key, value in tile.items() if key not in ("features", "short", "spill_bytes")}
         if not set(tile.get("features", problem.features)) <= problem.features:
+            continue
+        if tile.get("short", problem.short) != problem.short:
             continue
         config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags)
         if shared_memory(config) <= device.shared_memory:

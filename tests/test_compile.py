@@ -77,6 +77,7 @@ def grid() -> tuple[Target, ...]:
         }
         for case in cases.cases(device):
             problems |= {case.problem, case.problem.backward()}
+        problems |= {dataclasses.replace(problem, short=True) for problem in problems}
         for problem in sorted(problems, key=_order):
             plan = planning.resolve(problem, device)
             if isinstance(plan, Plan):
@@ -87,7 +88,7 @@ def grid() -> tuple[Target, ...]:
 
 def _order(problem: Problem) -> tuple:
     """The same in every process, so that the default run is too: a set's own order is not."""
-    return problem.direction, problem.dtype, problem.head_dim, problem.head_dim_v, sorted(problem.features)
+    return problem.direction, problem.dtype, problem.head_dim, problem.head_dim_v, sorted(problem.features), problem.short
 
 
 def tiles_of(config: Config) -> tuple[tuple[str, int, int], ...]:
