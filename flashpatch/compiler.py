@@ -52,8 +52,8 @@ def constants(config: Config) -> str:
 
 @functools.cache
 def headers() -> dict[str, str]:
-    """Every header of cuda_src by name."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(find("cuda_src").glob("*.cuh"))}
+    """What a kernel may include, by name: every header of cuda_src, and kernels, which other families build anew."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(find("cuda_src").glob("*.cu*"))}
 
 
 def source(config: Config) -> str:

@@ -174,6 +174,7 @@ def _staged(folder: Path | None, patch: Patch | None) -> dict[str, str]:
 def _kernel_source(config: Config, text: str) -> str:
     """The translation unit of a Config: constants, the kernel file, and a C entry for each kernel in it."""
     entries = re.findall(r"^KERNEL\(.*\)\s*(\w+)\s*\(", text, re.MULTILINE)
+    entries = entries or [f"attention_{config.kernel}"]  # of a kernel it includes, renamed
     export = 'extern "C" __attribute__((visibility("default")))'
     tail = "".join(
         f"{export} void flashpatch_enter_{entry}(const void* params) {{ emulation::enter({entry}, params); }}\n"
@@ -258,7 +259,8 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
         known = ", ".join(sorted(n for n in texts if n.endswith(".cu"))) or "none"
         raise BuildError(Reason("no_kernel", f"there is no kernel source {name} (there are: {known})"))
     unit = _kernel_source(config, texts[name])
-    headers = {name: text for name, text in texts.items() if name.endswith((".cuh", ".h"))}
+    kernels = re.findall(r'^#include "(\w+\.cu)"', texts[name], re.MULTILINE)
+    headers = {name: text for name, text in texts.items() if name.endswith((".cuh", ".h")) or name in kernels}
 
     def build(folder: str) -> Path:
         for name, text in {**headers, "kernel.cc": unit}.items():

@@ -356,14 +356,14 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
-    if config.kernel == "forward_sm80":
+    if config.kernel in ("forward_sm80", "forward_sm75"):
         tiles = 2 * (m * d + stages * n * (d + dv))
         return max(tiles, 2 * m * dv) + 16 * config.num_warps
-    if config.kernel == "backward_sm80":
+    if config.kernel in ("backward_sm80", "backward_sm75"):
         split = config.num_warps * 16 > n
         tiles = 2 * (n * (d + dv) + stages * m * (d + dv) + n * m * (2 if split else 1))
         return tiles + 8 * m + (8 * m if config.has_key_ranges else 0)
-    if config.kernel == "backward_dq":
+    if config.kernel in ("backward_dq", "backward_dq_sm75"):
         return 2 * m * d
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
