@@ -366,34 +366,24 @@ class _Thread(threading.local):
         address = ctypes.addressof((ctypes.c_char * len(room)).from_buffer(room))
         start = -address % 64  # tensor maps inside it are read at 64-byte steps
         self.buffer = memoryview(room)[start:]
-        self.address = address + start
-        self.arguments = None  # CuPy's wrapping of the address, made at the first launch
-
-
-class _Stream:
-    """What CuPy needs of a stream: its handle."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int):
-        self.ptr = ptr
+        self.pointers = (ctypes.c_void_p * 1)(address + start)
+        self.parameters = ctypes.addressof(self.pointers)  # cuLaunchKernel's kernelParams: one argument
 
 
 _thread = _Thread()
-_streams: dict[int, _Stream] = {}
 
 
 class _Kernel:
     """One Config on one device, built at the first launch. A source has one entry, named after it."""
 
-    __slots__ = ("block", "config", "device", "entry", "function", "shared")
+    __slots__ = ("config", "device", "entry", "function", "launch_kernel", "shared", "threads")
 
     def __init__(self, device: Device, config: Config):
         self.device, self.config = device, config
         self.entry = f"attention_{config.kernel}"
-        self.block = (32 * config.num_warps, 1, 1)
+        self.threads = 32 * config.num_warps
         self.shared = shared_memory(config)
-        self.function = None
+        self.function = 0
 
     def launch(self, blocks: int, argument: bytes, tensors, call: Call) -> None:
         """Launch `blocks` blocks on torch's current stream of the device, with that device current."""
@@ -404,7 +394,7 @@ class _Kernel:
             raise compiler.CompileError(Reason("grid", text))
         if self.device.backend == "emulated":
             emulator.load(self.config).launch(
-                self.entry, blocks, self.block[0], self.shared, argument, tensors=_ranges(tensors, call)
+                self.entry, blocks, self.threads, self.shared, argument, tensors=_ranges(tensors, call)
             )
         else:
             self._launch_cuda(blocks, argument)
@@ -412,21 +402,23 @@ class _Kernel:
 
     def _launch_cuda(self, blocks: int, argument: bytes) -> None:
         index = self.device.index
-        if self.function is None:
-            self.function = compiler.load(self.config, self.device).function(self.entry, self.shared)
-        thread = _thread
-        if thread.arguments is None:
-            from cupy.cuda.function import CPointer
+        if not self.function:
+            from cupy_backends.cuda.api import driver
 
-            thread.arguments = (CPointer(thread.address),)
+            self.function = compiler.load(self.config, self.device).function(self.entry, self.shared).ptr
+            self.launch_kernel = driver.launchKernel  # CuPy's Function call takes 4 us more to arrive there
+        thread = _thread
         thread.buffer[: len(argument)] = argument
-        handle = torch._C._cuda_getCurrentRawStream(index)
-        stream = _streams.get(handle) or _streams.setdefault(handle, _Stream(handle))
+        stream = torch._C._cuda_getCurrentRawStream(index)
         if torch._C._cuda_getDevice() == index:
-            self.function((blocks, 1, 1), self.block, thread.arguments, self.shared, stream)
+            self.launch_kernel(
+                self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, thread.parameters, 0
+            )
         else:
             with torch.cuda.device(index):
-                self.function((blocks, 1, 1), self.block, thread.arguments, self.shared, stream)
+                self.launch_kernel(
+                    self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, thread.parameters, 0
+                )
 
 
 def _ranges(tensors, call: Call) -> list[tuple[int, int, str, bool]]:
