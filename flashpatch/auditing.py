@@ -5,10 +5,7 @@ Nothing is launched and no CUDA context is created beyond asking for the GPU's n
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
-import platform
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -16,146 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compiler, emulator, execution, models, ops, patcher, planning
+from . import execution, models, ops, patcher, planning
+from .environment import Environment, environment
 from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
-
-# ---- the environment ----
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something wrong with the environment, and the line to type."""
-
-    code: Annotated[str, "a stable name"]
-    text: Annotated[str, "what is wrong"]
-    remedy: Annotated[str, "what to type or do; empty if there is nothing"]
-
-
-@dataclass(frozen=True)
-class Environment:
-    """The block to paste into an issue."""
-
-    flashpatch: Annotated[str, "flashpatch's version"]
-    python: Annotated[str, "Python's version"]
-    system: Annotated[str, "operating system and processor"]
-    torch: Annotated[str, "torch's version"]
-    torch_cuda: Annotated[str | None, "CUDA that torch was built with; null: a CPU build"]
-    transformers: Annotated[str | None, "transformers' version"]
-    gpus: Annotated[list[str], "GPUs torch sees, with compute capability"]
-    driver: Annotated[str | None, "newest CUDA the driver supports"]
-    cupy: Annotated[list[str], "CuPy packages installed, with versions"]
-    nvrtc: Annotated[str | None, "version of the NVRTC that is used"]
-    cxx: Annotated[str | None, "C++ compiler the CPU emulator uses"]
-    cache: Annotated[str | None, "folder of compiled kernels; null: none can be written, they stay in memory"]
-    variables: Annotated[dict[str, str], "FLASHPATCH_* environment variables that are set"]
-    problems: Annotated[list[Fault], "what is wrong here"]
-
-
-def environment() -> Environment:
-    """Everything about this machine and process that decides what runs."""
-    gpus, faults = _gpus()
-    cupy = _cupy_packages()
-    nvrtc, driver = None, _driver() if gpus else None
-    if len(cupy) > 1:
-        names = [package.split()[0] for package in cupy]
-        faults.append(
-            Fault(
-                "two_cupys",
-                f"{' and '.join(names)} are both installed; they share one folder and break each other",
-                f"pip uninstall -y {' '.join(names)} && {compiler.install_line()}",
-            )
-        )
-    if reason := compiler.available():
-        needed = "kernels cannot run on this GPU" if gpus else "kernels cannot be compiled here"
-        faults.append(Fault(reason.code, f"{needed}: {_what(reason)}", compiler.install_line()))
-    else:
-        nvrtc = ".".join(map(str, compiler.nvrtc_version()))
-        if driver and int(driver.split(".")[0]) < compiler.nvrtc_version()[0]:
-            faults.append(
-                Fault(
-                    "driver",
-                    f"NVRTC {nvrtc} is newer than the driver (CUDA {driver})",
-                    f"update the driver, or: pip install 'flashpatch[cuda{driver.split('.')[0]}]'",
-                )
-            )
-    if reason := emulator.available():
-        faults.append(Fault(reason.code, f"kernels cannot be emulated on the CPU: {_what(reason)}", _remedy(reason)))
-    if (cache := compiler.cache_dir()) is None:
-        faults.append(
-            Fault(
-                "no_cache",
-                "compiled kernels cannot be kept: the cache folder is not writable, or belongs to somebody else",
-                "export FLASHPATCH_CACHE_DIR=/a/folder/of/yours",
-            )
-        )
-    return Environment(
-        flashpatch=_version("flashpatch") or "not installed",
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.release()}, {platform.machine()}",
-        torch=torch.__version__,
-        torch_cuda=torch.version.cuda,
-        transformers=_version("transformers"),
-        gpus=gpus,
-        driver=driver,
-        cupy=cupy,
-        nvrtc=nvrtc,
-        cxx=_cxx(),
-        cache=str(cache) if cache else None,
-        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASHPATCH_")},
-        problems=faults,
-    )
-
-
-def _gpus() -> tuple[list[str], list[Fault]]:
-    if torch.version.cuda is None:
-        if not os.path.exists("/proc/driver/nvidia/version"):
-            return [], []
-        remedy = "pip install --upgrade --force-reinstall torch  (see pytorch.org for the build of your CUDA)"
-        return [], [Fault("torch_cpu", "there is an NVIDIA driver, but this torch was built without CUDA", remedy)]
-    if not torch.cuda.is_available():
-        return [], [Fault("no_gpu", "torch was built with CUDA but finds no usable GPU or driver", "nvidia-smi")]
-    found, faults = [], []
-    for index in range(torch.cuda.device_count()):
-        device = execution.device_of(torch.device("cuda", index))
-        number = ".".join(map(str, device.capability))
-        found.append(f"cuda:{index} {device.name}, compute capability {number}, {device.generation}")
-        if device.capability not in planning.support().capabilities:
-            faults.append(
-                Fault("unknown_gpu", f"{device.name}: not known to this version", "pip install -U flashpatch")
-            )
-    return found, faults
-
-
-def _driver() -> str | None:
-    """The newest CUDA the driver supports, "13.0"."""
-    number = compiler.driver_version()
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
-
-
-def _what(reason: Reason) -> str:
-    return reason.text.split("; type: ")[0]
-
-
-def _remedy(reason: Reason) -> str:
-    return reason.text.partition("; type: ")[2]
-
-
-def _cxx() -> str | None:
-    command = emulator.find_compiler(os.environ.get("FLASHPATCH_CXX"))
-    return " ".join(command) if command else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cupy_packages() -> list[str]:
-    names = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
-    return [f"{name} {version}" for name in names if (version := _version(name))]
-
 
 # ---- the matrix ----
 

@@ -146,16 +146,21 @@ def device_of(device: torch.device) -> Device | Reason:
     """
     wanted = os.environ.get(planning.SWITCH)
     if device.type == "cuda" and torch.version.cuda:
-        facts = torch.cuda.get_device_properties(device)
-        found = planning.device_for(
-            (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
-            multiprocessors=facts.multi_processor_count, index=device.index or 0,
-        )  # fmt: skip
+        found = own_device(device.index or 0)
         return planning.standing_for(found, wanted) if wanted else found
     if device.type == "cpu" and switched_on("FLASHPATCH_EMULATE"):
         found = planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
         return planning.standing_for(found, wanted) if wanted else found
     return Reason("no_gpu", f"the tensors are on {device.type}; kernels run on NVIDIA GPUs")
+
+
+def own_device(index: int) -> Device:
+    """A GPU of this machine as it is, whatever FLASHPATCH_GENERATION says."""
+    facts = torch.cuda.get_device_properties(index)
+    return planning.device_for(
+        (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
+        multiprocessors=facts.multi_processor_count, index=index,
+    )  # fmt: skip
 
 
 def _failed(cache: dict, key: tuple, plan: Plan, error: CompileError | BuildError) -> Decline:
