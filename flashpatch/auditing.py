@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import execution, models, ops, patcher, planning
 from .environment import Environment, environment
-from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
+from .problem import DIRECTIONS, DTYPES, Decline, DeclinedError, Device, Plan, Problem, Reason
 
 # ---- the matrix ----
 
@@ -138,6 +138,18 @@ class UnknownGpu(ValueError):
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What one direction of a module's attention runs on."""
+
+    direction: Annotated[str, "forward or backward"]
+    kernel: Annotated[str | None, "kernel; null: flashpatch's exact fallback"]
+    tile: Annotated[str, "queries x keys of a block, warps, stages; empty for the fallback"]
+    shared_memory: Annotated[int, "bytes of shared memory per block; 0 for the fallback"]
+    status: Annotated[str, "verified, compiled or fallback"]
+    reasons: Annotated[tuple[str, ...], "why no kernel; of a kernel, what is to be said of it"]
+
+
+@dataclass(frozen=True)
 class ModuleAudit:
     """One attention module of a model."""
 
@@ -152,6 +164,7 @@ class ModuleAudit:
     forward: Annotated[str, "kernel and status, or fallback"]
     backward: Annotated[str, "kernel and status, or fallback"]
     reasons: Annotated[list[str], "why not a kernel"]
+    choices: Annotated[list[Choice], "both directions in detail, one entry for each way its calls differ"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +178,42 @@ class AuditReport:
     support: Annotated[list[Support], "the matrix for that GPU"]
     model: Annotated[str, "the model; empty without one"]
     modules: Annotated[list[ModuleAudit], "its attention modules"]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Modules of a model that run the same way."""
+
+    modules: Annotated[int, "how many"]
+    choice: Annotated[Choice, "what they run on"]
+
+
+@dataclass(frozen=True)
+class Square:
+    """One generation, dtype and direction for a model."""
+
+    generation: Annotated[str, "as in compat_matrix.yaml"]
+    title: Annotated[str, "what people call it"]
+    capabilities: Annotated[list[str], "compute capabilities that decide alike"]
+    gpus: Annotated[list[str], "GPUs of them"]
+    shared_memory: Annotated[int, "bytes a block may have there"]
+    dtype: Annotated[str, "dtype of q, k, v"]
+    direction: Annotated[str, "forward or backward"]
+    status: Annotated[str, "the weakest of its modules: verified, compiled or fallback"]
+    tallies: Annotated[list[Tally], "what its modules run on"]
+
+
+@dataclass(frozen=True)
+class GridReport:
+    """`flashpatch audit --all MODEL`: every generation and dtype for one model."""
+
+    model: Annotated[str, "the model"]
+    modules: Annotated[int, "attention modules it has"]
+    dispatched: Annotated[int, "of which call flashpatch when patched"]
+    features: Annotated[list[str], "what their calls ask for beyond plain attention"]
+    head_dims: Annotated[list[int], "head dims of q, k and v"]
+    reasons: Annotated[list[str], "why the others do not"]
+    squares: Annotated[list[Square], "one entry per generation, dtype and direction"]
 
 
 def audit(model=None, *, gpu: str | None = None, dtype: str | None = None, device: str | None = None, **load):
@@ -192,6 +241,86 @@ def plan(
     without padding.
     """
     target, _ = _target(gpu, device)
+    return [_module_audit(call, target) for call in _traced(model, dtype, inputs, load)]
+
+
+def grid(model, *, dtype: str | None = None, inputs=None, **load) -> GridReport:
+    """What a model would run on, on every generation and in every dtype; nothing is computed, no GPU needed."""
+    calls = _traced(model, None, inputs, load)
+    asked = [call.problems for call in calls if call.problems]
+    found: dict[tuple, Square] = {}
+    matrix = planning.support()
+    for capability in matrix.capabilities.values():
+        device = planning.device_for(capability.number)
+        number = ".".join(map(str, capability.number))
+        squares = [
+            Square(
+                capability.generation, matrix.generations[capability.generation], [number], list(capability.gpus),
+                device.shared_memory, name, direction, *_tallied(asked, device, name, direction),
+            )
+            for name in DTYPES if dtype in (None, name) for direction in DIRECTIONS
+        ]  # fmt: skip
+        key = (capability.generation, *(str(square.tallies) for square in squares))
+        if key in found:  # decides as one before it
+            for square in found[key]:
+                square.capabilities.append(number)
+                square.gpus.extend(capability.gpus)
+        else:
+            found[key] = squares
+    problems = [problem for of_module in asked for problem in of_module]
+    return GridReport(
+        model if isinstance(model, str) else type(model).__name__,
+        len(calls),
+        len(asked),
+        sorted(set().union(*(problem.features for problem in problems))),
+        sorted({size for problem in problems for size in (problem.head_dim, problem.head_dim_v)}),
+        list(dict.fromkeys(reason for call in calls if not call.problems for reason in call.reasons())),
+        [square for squares in found.values() for square in squares],
+    )
+
+
+def _tallied(asked: list[list[Problem]], device: Device, dtype: str, direction: str) -> tuple[str, list[Tally]]:
+    counts: dict[Choice, int] = {}
+    for problems in asked:
+        kinds = {_choice(replace(problem, dtype=dtype, direction=direction), device) for problem in problems}
+        weakest = max(sorted(kinds, key=str), key=lambda choice: STATUSES.index(choice.status))
+        counts[weakest] = counts.get(weakest, 0) + 1
+    tallies = [Tally(count, choice) for choice, count in counts.items()]
+    return max((choice.status for choice in counts), key=STATUSES.index, default="fallback"), tallies
+
+
+STATUSES = ("verified", "compiled", "fallback")
+
+
+def _choice(problem: Problem, target: Device | Reason) -> Choice:
+    """What a problem runs on, in words and numbers."""
+    decision = Decline(problem, (target,)) if isinstance(target, Reason) else planning.resolve(problem, target)
+    if isinstance(decision, Decline):
+        reasons = tuple(f"{reason.code}: {reason.text}" for reason in decision.reasons)
+        return Choice(problem.direction, None, "", 0, "fallback", reasons)
+    config = decision.config
+    tile = f"{config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stage{'s' if config.num_stages > 1 else ''}"
+    notes = (decision.note,) if decision.note else ()
+    return Choice(problem.direction, config.kernel, tile, planning.shared_memory(config), decision.status, notes)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """One attention module and what its calls ask for."""
+
+    row: object  # of the patch's report
+    now: str
+    problems: list[Problem]
+    refusal: str
+
+    def reasons(self) -> list[str]:
+        """Why it was not dispatched."""
+        found = [f"{code}: {text}" for code, text in self.row.reasons if self.row.switched is False]
+        return found or [self.refusal or "not_dispatched: one forward did not bring it to flashpatch"]
+
+
+def _traced(model, dtype: str | None, inputs, load: dict) -> list[_Traced]:
+    """Every attention module of a model, from one forward of a model without values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         if not isinstance(model, torch.nn.Module):
             model = _skeleton(model, dtype, load)
@@ -221,7 +350,7 @@ def plan(
     for row in rows:
         module = classes[row.path]
         problems = list(dict.fromkeys(asked.get(id(module), ())))
-        found.append(_module_audit(row, now[id(module)], problems, target, refusal))
+        found.append(_Traced(row, now[id(module)], problems, refusal))
     return found
 
 
@@ -242,27 +371,32 @@ def _implementation(module) -> str:
     return str(getattr(config, "_attn_implementation", None) or "its own")
 
 
-def _module_audit(row, now: str, problems: list[Problem], target: Device | Reason, refusal: str) -> ModuleAudit:
-    if not problems:
-        reasons = [f"{code}: {text}" for code, text in row.reasons if row.switched is False]
-        reasons = reasons or [refusal or "not_dispatched: one forward did not bring it to flashpatch"]
-        return ModuleAudit(row.path, row.class_name, now, False, "", 0, 0, [], "its own", "its own", reasons)
+def _module_audit(call: _Traced, target: Device | Reason) -> ModuleAudit:
+    row = call.row
+    if not call.problems:
+        reasons = call.reasons()
+        return ModuleAudit(
+            row.path, row.class_name, call.now, False, "", 0, 0, [], "its own", "its own", reasons, []
+        )
+    choices = list(
+        dict.fromkeys(
+            _choice(replace(problem, direction=direction), target)
+            for direction in DIRECTIONS
+            for problem in call.problems
+        )
+    )
     words, reasons = {}, {}
-    for direction in ("forward", "backward"):
-        for problem in problems:
-            problem = replace(problem, direction=direction)
-            named = isinstance(target, Reason)
-            decision = Decline(problem, (target,)) if named else planning.resolve(problem, target)
-            if isinstance(decision, Plan):
-                words.setdefault(direction, f"{decision.config.kernel} ({decision.status})")
-            else:
-                words[direction] = "fallback"
-                reasons.update({f"{reason.code}: {reason.text}": None for reason in decision.reasons})
-    first = problems[0]
-    features = sorted(set().union(*(problem.features for problem in problems)))
+    for choice in choices:
+        if choice.kernel is None:
+            words[choice.direction] = "fallback"
+            reasons.update(dict.fromkeys(choice.reasons))
+        else:
+            words.setdefault(choice.direction, f"{choice.kernel} ({choice.status})")
+    first = call.problems[0]
+    features = sorted(set().union(*(problem.features for problem in call.problems)))
     return ModuleAudit(
-        row.path, row.class_name, now, True, first.dtype, first.head_dim, first.head_dim_v, features,
-        words["forward"], words["backward"], list(reasons),
+        row.path, row.class_name, call.now, True, first.dtype, first.head_dim, first.head_dim_v, features,
+        words["forward"], words["backward"], list(reasons), choices,
     )  # fmt: skip
 
 
