@@ -102,7 +102,12 @@ def _cell(drawing: _Drawing, x: int, y: int, pair, modules: int, notes: dict[str
 
 
 def _footnotes(drawing: _Drawing, notes: dict[str, int], report, y: int, width: int) -> int:
-    drawing.text(MARGIN, y, "In each cell forward above, backward below: kernel; queries x keys of a block, warps, stages, shared memory.", 12)
+    drawing.text(
+        MARGIN,
+        y,
+        "In each cell forward above, backward below: kernel; queries x keys of a block, warps, stages, shared memory.",
+        12,
+    )
     y += 20
     lines = [f"[{number}] {reason}" for reason, number in notes.items()]
     lines += [f"not dispatched: {reason}" for reason in report.reasons]
@@ -116,7 +121,10 @@ def _footnotes(drawing: _Drawing, notes: dict[str, int], report, y: int, width: 
 def _line(tally, modules: int) -> str:
     choice = tally.choice
     size = f", {rendering.kilobytes(choice.shared_memory)}" if choice.kernel else ""
-    words = [f"{tally.modules} of {modules}", f"{choice.kernel or 'fallback'}{f' {choice.tile}' if choice.tile else ''}{size}"]
+    words = [
+        f"{tally.modules} of {modules}",
+        f"{choice.kernel or 'fallback'}{f' {choice.tile}' if choice.tile else ''}{size}",
+    ]
     return f"{words[0]}: {words[1]}, {choice.status}{''.join(f'; {reason}' for reason in choice.reasons)}"
 
 
@@ -164,7 +172,9 @@ def html(report) -> str:
                 square.direction, f"{tally.modules} of {report.modules}", choice.kernel or "fallback", choice.tile, size,
                 choice.status, "; ".join(choice.reasons),
             )  # fmt: skip
-            rows.append(f'<tr class="{choice.status}">{"".join(f"<td>{escape(str(cell))}</td>" for cell in cells)}</tr>')
+            rows.append(
+                f'<tr class="{choice.status}">{"".join(f"<td>{escape(str(cell))}</td>" for cell in cells)}</tr>'
+            )
     return PAGE.format(
         title=escape(f"flashpatch: {report.model}"),
         colours="\n".join(f"tr.{status} {{ background: {fill} }}" for status, (fill, _) in COLOURS.items()),

@@ -375,9 +375,7 @@ def _module_audit(call: _Traced, target: Device | Reason) -> ModuleAudit:
     row = call.row
     if not call.problems:
         reasons = call.reasons()
-        return ModuleAudit(
-            row.path, row.class_name, call.now, False, "", 0, 0, [], "its own", "its own", reasons, []
-        )
+        return ModuleAudit(row.path, row.class_name, call.now, False, "", 0, 0, [], "its own", "its own", reasons, [])
     choices = list(
         dict.fromkeys(
             _choice(replace(problem, direction=direction), target)

@@ -208,7 +208,9 @@ def mismatch(device: Device) -> Reason | None:
     version, driver = nvrtc_version(), driver_version()
     named = f"NVRTC {version[0]}.{version[1]}"
     if not driver:
-        return Reason("no_driver", "no NVIDIA driver was found (libcuda cannot be loaded); install one, then type: nvidia-smi")
+        return Reason(
+            "no_driver", "no NVIDIA driver was found (libcuda cannot be loaded); install one, then type: nvidia-smi"
+        )
     if driver // 1000 < version[0]:
         text = f"{named} is newer than the driver (CUDA {driver // 1000}.{driver % 1000 // 10})"
         known = f", or type: pip install 'flashpatch[cuda{driver // 1000}]'" if driver >= 12000 else ""

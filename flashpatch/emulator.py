@@ -463,7 +463,9 @@ def warp_order() -> int:
     """FLASHPATCH_EMULATION_SEED. Raises ValueError that names it."""
     text = os.environ.get("FLASHPATCH_EMULATION_SEED") or "0"
     if not text.isascii() or not text.isdigit() or int(text) >= 1 << 64:
-        raise ValueError(f"FLASHPATCH_EMULATION_SEED={text}: a whole number from 0 to 2^64 - 1 is needed; unset or correct it")
+        raise ValueError(
+            f"FLASHPATCH_EMULATION_SEED={text}: a whole number from 0 to 2^64 - 1 is needed; unset or correct it"
+        )
     return int(text)
 
 
@@ -475,7 +477,9 @@ def time_limit() -> float:
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < float("inf"):
-        raise ValueError(f"FLASHPATCH_EMULATION_SECONDS={text}: a number of seconds above 0 is needed; unset or correct it")
+        raise ValueError(
+            f"FLASHPATCH_EMULATION_SECONDS={text}: a number of seconds above 0 is needed; unset or correct it"
+        )
     return seconds
 
 

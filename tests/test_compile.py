@@ -351,7 +351,8 @@ def test_the_default_run_stands_for_the_grid():
     assert {tile for target in chosen for tile in tiles_of(target.config)} == tiles
     for kernel in kernels:
         dtypes = [
-            {target.config.dtype for target in targets if target.config.kernel == kernel} for targets in (chosen, grid())
+            {target.config.dtype for target in targets if target.config.kernel == kernel}
+            for targets in (chosen, grid())
         ]
         assert dtypes[0] == dtypes[1]
 
