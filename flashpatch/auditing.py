@@ -78,6 +78,10 @@ def markdown(matrix: planning.Matrix) -> str:
         "it and passes in the CPU emulator, never ran there. *fallback*: no kernel; computed exactly by torch operators "
         "in tiles, and counted.",
     ]
+    for name, title in matrix.generations.items():
+        here = sorted({cell.dtype for cell in matrix.cells.values() if cell.generation == name})
+        if here and here != dtypes:
+            lines[-1] += f" On {title} only {' and '.join(here)}."
     together = [
         f"{' + '.join(sorted(names))}{'' if len(directions) == 2 else f' in the {min(directions)}'} ({reason})"
         for names, directions, reason in matrix.excludes
