@@ -452,4 +452,8 @@ def _target(gpu: str | None, device: str | None) -> tuple[Device | Reason, str]:
 
 def _titled(target: Device) -> str:
     title = planning.support().generations[target.generation]
-    return f"{target.name} ({title}, {'.'.join(map(str, target.capability))})"
+    own = ".".join(map(str, target.capability))
+    if target.stands_for:
+        number = ".".join(map(str, target.stands_for))
+        return f"{target.name} ({own}), which stands in for {title} ({number}) because of {planning.SWITCH}"
+    return f"{target.name} ({title}, {own})"
