@@ -127,6 +127,11 @@ def load_matrix(data: dict) -> Matrix:
             raise MatrixError(f"{'/'.join(map(str, key))} is both supported and unsupported")
         if key not in supported and key not in unsupported:
             raise MatrixError(f"{'/'.join(map(str, key))} has no cell: add it to a row, or to an unsupported one")
+    for cell in cells.values():
+        if cell.head_dim not in data["tiles"].get(cell.kernel, ()):
+            raise MatrixError(
+                f"{cell.name} has no tile: add one to tiles, or leave head dim {cell.head_dim} out of the row"
+            )
     return Matrix(
         capabilities=capabilities,
         generations={name: entry["title"] for name, entry in data["generations"].items()},

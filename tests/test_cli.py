@@ -381,6 +381,25 @@ def test_apply_leaves_nothing_patched(folders):
     assert patcher._enabled.original is None
 
 
+@pytest.mark.parametrize("command", ["/nonexistent", "/bin/false"])
+def test_a_compiler_that_was_named_and_is_none_is_missing(monkeypatch, command):
+    """Not passed over for compiling only: whoever named it wanted the kernels to run."""
+    monkeypatch.setenv("FLASHPATCH_CXX", command)
+    result = run("verify", "--quick")
+    assert result.exit_code == 4 and f"FLASHPATCH_CXX={command}" in result.stderr
+
+
+@pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
+@pytest.mark.parametrize(
+    "name, value",
+    [("FLASHPATCH_EMULATION_SEED", "x"), ("FLASHPATCH_EMULATION_SECONDS", "0"), ("FLASHPATCH_GENERATION", "tring")],
+)
+def test_a_variable_that_means_nothing_is_wrong_usage(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    result = run("verify", "--quick")
+    assert result.exit_code == 2 and f"{name}={value}: " in result.stderr
+
+
 # ---- audit ----
 
 

@@ -305,8 +305,20 @@ def test_unknown_capability_takes_its_family_and_says_so(capability, generation)
             "supported and unsupported|listed twice",
         ),
         (lambda data: data["rows"][0].update(colour="red"), "unknown keys: colour"),
+        (lambda data: data["tiles"]["forward_sm80"].pop(96), "d96/plain has no tile"),
     ],
-    ids=["duplicate", "missing", "dtype", "feature", "no-evidence", "status", "kernel", "both", "unknown-key"],
+    ids=[
+        "duplicate",
+        "missing",
+        "dtype",
+        "feature",
+        "no-evidence",
+        "status",
+        "kernel",
+        "both",
+        "unknown-key",
+        "no-tile",
+    ],
 )
 def test_a_matrix_that_contradicts_itself_does_not_load(spoil, message):
     data = copy.deepcopy(RAW)
