@@ -2,7 +2,7 @@
 // Assumes attention_backward_prepare_sm90 has run, unit last strides, 16-byte aligned rows, softmax_scale > 0; q, k, v and dout are
 // tensor maps with boxes of 64 columns and kBlockM (q, dout) or kBlockN (k, v) rows, see origin_of in backward_sm90.cuh.
 // Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to the workspace's dq.
-// Grid: n_blocks * num_heads_kv * batch, kNumWarps = 12.
+// Grid: n_blocks * num_heads_kv * batch (see packed_sm90.cuh), kNumWarps = 12.
 //
 // Warpgroup 0 issues the loads. Warpgroups 1 and 2 own 64 keys each and go through the query blocks j of all query heads of their group:
 //   S^T = K Q^T, dP^T = V dO^T, P^T = exp2(S^T - logsumexp), dV += P^T dO, dS^T = P^T (dP^T - delta), dK += dS^T Q

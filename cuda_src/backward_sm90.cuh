@@ -67,12 +67,12 @@ struct SharedMemory {
 // Key blocks in an order in which the CTAs that run at the same time share q, dout and dq in L2. Windows: the first key block first,
 // which causally is the longest. Deterministic: the last one first, which causally is the first to reach its diagonal, so nobody
 // waits; without a window the key blocks of a head run a few steps behind each other, so few of a head should run at a time.
-DEVICE Position key_block_of(const Params& p, u32 index) {
+DEVICE Position place_of(const Params& p, u32 index) {
   if constexpr (!kHasWindow && !kDeterministic) return position_of(index, p.n_blocks, p.num_heads_kv);
   constexpr i64 kL2Bytes = 32 << 20;            // of Hopper's 50 MB
   constexpr u32 kHeadsInLockstep = 33;          // a quarter of 132 SMs: four CTAs still share what one of them loads
   const i64 head_bytes = (i64)larger(p.seqlen_q, 1) * (kHeadDim * (2 + 2 + 4)) * (p.num_heads_q / p.num_heads_kv);
-  const u32 rows = (u32)p.batch * p.num_heads_kv;
+  const u32 rows = (u32)(p.cu_seqlens_k ? 1 : p.batch) * p.num_heads_kv;
   const u32 fitting = kHasWindow ? larger((int)(kL2Bytes / head_bytes), 1) : kHeadsInLockstep;
   const u32 section_rows = fitting < rows ? fitting : rows;
   const u32 section = index / (section_rows * p.n_blocks), within = index % (section_rows * p.n_blocks);
@@ -80,6 +80,11 @@ DEVICE Position key_block_of(const Params& p, u32 index) {
   const u32 row = section * section_rows + within % here;
   const int block = (int)(within / here);
   return {kDeterministic ? p.n_blocks - 1 - block : block, (int)(row % p.num_heads_kv), (int)(row / p.num_heads_kv)};
+}
+
+DEVICE Position key_block_of(const Params& p, u32 index) {
+  const Position at = place_of(p, index);
+  return p.cu_seqlens_k ? in_sequence(at, p.cu_seqlens_k, kBlockN, p.batch) : at;
 }
 
 // Steps of a CTA: the query blocks that see its keys, query head after query head of the group.

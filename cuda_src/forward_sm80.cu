@@ -26,7 +26,7 @@ constexpr int kQSteps = kQInRegisters ? kHeadDim / 16 : 1;
 
 KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
-  const Position position = kHasWindow ? longest_first<kL2Bytes>(p, block_index()) : position_of(block_index(), p.m_blocks, p.num_heads_q);
+  const Position position = kHasWindow ? longest_first<kL2Bytes>(p, block_index(), p.batch * p.num_heads_q) : position_of(block_index(), p.m_blocks, p.num_heads_q);
   const int m_block = position.block, head = position.head;
   const Sequence sequence = sequence_of(p, position.batch);
   if (m_block * kBlockM >= sequence.q_length) return;

@@ -52,7 +52,7 @@ struct Params {
   i32 seqlen_q, seqlen_k;     // varlen: max_seqlen_q, max_seqlen_k
   i32 head_dim, head_dim_v;   // as the caller has them; the kernel pads to kHeadDim, kHeadDimV in shared memory
   i32 window_left, window_right;  // inclusive, relative to the bottom-right aligned diagonal; -1 unlimited
-  i32 m_blocks, n_blocks;     // ceil(seqlen_q / kBlockM), ceil(seqlen_k / kBlockN)
+  i32 m_blocks, n_blocks;     // ceil(seqlen_q / kBlockM), ceil(seqlen_k / kBlockN); varlen on Hopper: packed_sm90.cuh
   float softmax_scale;        // from the true head dim
   float softcap;              // 0: off
   float dropout_p;            // 0: off

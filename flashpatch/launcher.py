@@ -111,7 +111,7 @@ class Forward:
         self.new_statistics = torch.empty(1, dtype=torch.float32, device=q.device).expand(_statistics_shape(q, call))
         self.plain, self.varlen = call.is_plain(), call.cu_seqlens_q is not None
         shapes = _Shapes(plan.config, q, k, call)
-        self.blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
+        self.blocks = shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.tma = _takes_maps(plan.config)
@@ -173,13 +173,11 @@ class Backward:
         self.readable = all(map(_has_readable_strides, (dout, q, k, v, out))) and not self._needs_whole_rows(k, v)
         dout, q, k, v, out = self._readable(dout, q, k, v, out)
         shapes = _Shapes(config, q, k, call)
-        self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
-        self.key_blocks = shapes.n_blocks * k.shape[-2] * shapes.batch
+        self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
+        self.key_blocks = shapes.n_blocks * k.shape[-2] * shapes.rows_of_blocks
         if _takes_maps(config):  # records of cuda_src/workspace_sm90.cuh
-            blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
-            records = blocks * q.shape[-2]
-            self.turns = 1 + records  # a word that deals out key blocks, a counter per record
-            workspace = (records, config.block_m * (config.head_dim + 2))
+            self.turns = 1 + self.query_blocks  # a word that deals out key blocks, a counter per record
+            workspace = (self.query_blocks, config.block_m * (config.head_dim + 2))
         else:
             self.turns = self.query_blocks
             workspace = (self.turns, config.block_m * config.head_dim)
@@ -339,14 +337,20 @@ def _statistics_shape(q: torch.Tensor, call: Call) -> tuple[int, ...]:
 class _Shapes:
     """Counts of sequences, rows and blocks of one call under one Config."""
 
-    __slots__ = ("batch", "m_blocks", "n_blocks", "total_q")
+    __slots__ = ("batch", "m_blocks", "n_blocks", "rows_of_blocks", "total_q")
 
     def __init__(self, config: Config, q, k, call: Call):
         varlen = call.cu_seqlens_q is not None
         self.batch = call.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
         self.total_q = q.shape[0] if varlen else q.shape[0] * q.shape[1]
-        self.m_blocks = -(-call.max_seqlen_q // config.block_m)
-        self.n_blocks = -(-call.max_seqlen_k // config.block_n)
+        if varlen and _takes_maps(config):  # the blocks of all sequences in one row: cuda_src/packed_sm90.cuh
+            self.rows_of_blocks = 1
+            self.m_blocks = self.total_q // config.block_m + self.batch if self.batch else 0
+            self.n_blocks = k.shape[0] // config.block_n + self.batch if self.batch else 0
+        else:
+            self.rows_of_blocks = self.batch
+            self.m_blocks = -(-call.max_seqlen_q // config.block_m)
+            self.n_blocks = -(-call.max_seqlen_k // config.block_n)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
