@@ -271,14 +271,18 @@ def speed_table(report: dict) -> str:
     columns = ["head_dim, mask, seqlen", *variants, "against the best of the others", "of the matrix product"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
-    def both(figure) -> str:
-        return " / ".join(figure(direction) for direction in ("forward", "backward"))
+    def both(row: dict, figure) -> str:
+        return " / ".join(figure(row, direction) for direction in ("forward", "backward"))
+
+    def best(row: dict, direction: str) -> float:
+        return max(figures[direction] or 0.0 for variant, figures in row.items() if variant != "flashpatch")
 
     for (head_dim, mask, seqlen), row in cells.items():
-        ours = row["flashpatch"]
-        best = {d: max(row[v][d] or 0.0 for v in variants if v != "flashpatch") for d in ours}
-        figures = [both(lambda d, v=v: f"{row[v][d]:.0f}" if row[v][d] else "-") for v in variants]
-        ratios = both(lambda d, best=best, ours=ours: f"{ours[d] / best[d]:.2f}")
-        shares = both(lambda d, ours=ours: f"{ours[d] / report['ceiling_tflops']:.0%}")
-        lines.append(f"| {' | '.join([f'{head_dim} {mask} {seqlen}', *figures, ratios, shares])} |")
+        entries = [
+            f"{head_dim} {mask} {seqlen}",
+            *(both(row[variant], lambda r, d: f"{r[d]:.0f}" if r[d] else "-") for variant in variants),
+            both(row, lambda r, d: f"{r['flashpatch'][d] / best(r, d):.2f}"),
+            both(row, lambda r, d: f"{r['flashpatch'][d] / report['ceiling_tflops']:.0%}"),
+        ]
+        lines.append(f"| {' | '.join(entries)} |")
     return "\n".join(lines)

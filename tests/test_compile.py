@@ -90,7 +90,14 @@ def grid() -> tuple[Target, ...]:
 
 def _order(problem: Problem) -> tuple:
     """The same in every process, so that the default run is too: a set's own order is not."""
-    return problem.direction, problem.dtype, problem.head_dim, problem.head_dim_v, sorted(problem.features), problem.short
+    return (
+        problem.direction,
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        sorted(problem.features),
+        problem.short,
+    )
 
 
 def tiles_of(config: Config) -> tuple[tuple[str, int, int], ...]:

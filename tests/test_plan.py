@@ -67,8 +67,9 @@ def configs_on(capability):
                 frozenset(MATRIX.features) - {"plain"},
                 *map(lambda f: frozenset([f]), MATRIX.features),
             ]:
-                for head_dim, head_dim_v in ((bucket, min(bucket, other)), (min(bucket, other), bucket)):
-                    problem = Problem(MATRIX.kernels[kernel], "float16", head_dim, head_dim_v, asked)
+                head_dims = (bucket, min(bucket, other)), (min(bucket, other), bucket)
+                for (head_dim, head_dim_v), short in itertools.product(head_dims, (False, True)):
+                    problem = Problem(MATRIX.kernels[kernel], "float16", head_dim, head_dim_v, asked, short)
                     config = planning._config(problem, device, kernel, (head_dim, head_dim_v), MATRIX)
                     if config is not None:
                         yield device, config
