@@ -135,8 +135,8 @@ DEVICE void add_features(float (&acc)[8][8], u32 x_tile, u32 y_tile) {
       for (int m = 0; m < 8; ++m)
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          const float a = x[m >> 2][m & 3], b = y[n >> 2][n & 3], difference = a - b;
-          if constexpr (kCost == kNegativeDot) acc[m][n] -= a * b;
+          const float u = x[m >> 2][m & 3], w = y[n >> 2][n & 3], difference = u - w;
+          if constexpr (kCost == kNegativeDot) acc[m][n] -= u * w;
           else if constexpr (kCost == kL1) acc[m][n] += fabsf(difference);
           else acc[m][n] += difference * difference;
         }

@@ -71,7 +71,7 @@ KERNEL(kThreads, kCtas) pairwise_gradient(GRID_CONSTANT PairParams p) {
       const int element = thread_index() + i * kThreads, column = element / kGradientDim, feature = element % kGradientDim;
       st_shared(y_smem + (column * kGradientPitch + feature) * 4, load_feature(y_points, first_column + column, first_feature + feature));
     }
-    sync_block();  // weights and features of this tile are complete
+    sync_block();  // weights and features of this tile are complete; the next tile's are written behind another barrier
 #pragma unroll 4
     for (int column = column_group; column < kBlockN; column += kColumnGroups) {
       const F32x4 w = ld_shared<F32x4>(weights_smem + (column * kPitch + own_row) * 4);
@@ -82,7 +82,6 @@ KERNEL(kThreads, kCtas) pairwise_gradient(GRID_CONSTANT PairParams p) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) gradient[i][c] += weight[i] * slope(x[i][c], y[c]);
     }
-    sync_block();  // nobody reads them any more
   });
 
 #pragma unroll

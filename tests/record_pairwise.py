@@ -1,7 +1,7 @@
 """On a GPU: every pairwise kernel the matrix claims there against its definition, times beside the materialised forms, and the
 file under tests/evidence that says so.
 
-    python tests/examples/record_pairwise.py tests/evidence/h200_pairwise.json
+    python tests/record_pairwise.py tests/evidence/h200_pairwise.json
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-import sinkhorn
 import test_pairwise
+import torch
 
 import flashpatch
 from flashpatch import compiler, execution
 from flashpatch.pair_planning import GRADIENT, REDUCTIONS
 
 SIZE = 32768
+sinkhorn = test_pairwise.sinkhorn_module()
 
 
 def check(plan) -> list[str]:
