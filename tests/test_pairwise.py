@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib.util
 import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -328,6 +329,19 @@ def test_every_claim_is_planned():
             assert isinstance(plan, PairPlan) == claimed, (kernel, cost, dtype, device, plan)
 
 
+def test_what_is_called_verified_ran():
+    """Each verified cell passed on that GPU, with the very sources that are compiled for it now."""
+    evidence = json.loads((ROOT / "tests" / "evidence" / SUPPORT.evidence).read_text(encoding="utf-8"))["cells"]
+    stale = []
+    for generation in {key[1] for key, status in SUPPORT.cells.items() if status == "verified"}:
+        for plan in plans(generation):
+            problem = plan.problem
+            found = evidence.get(f"{problem.kernel}/{generation}/{problem.dtype}/{problem.cost}")
+            if not (found and found["passed"] and found["digest"] == compiler.digest(plan.config)):
+                stale.append(problem)
+    assert stale == [], "type on that GPU: python tests/record_pairwise.py FILE; or call its rows compiled"
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -469,7 +483,14 @@ def test_planted_bug_is_noticed(source, right, planted, case, monkeypatch):
     assert found, "nobody noticed"
 
 
-# ---- the worked example ----
+# ---- the worked example, and what the README says of it ----
+
+
+def test_readme_has_the_measured_table():
+    evidence = json.loads((ROOT / "tests" / "evidence" / "h200_pairwise.json").read_text(encoding="utf-8"))
+    table = sinkhorn_module().table(evidence["sinkhorn"])
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.split("<!-- sinkhorn:begin -->\n")[1].split("\n<!-- sinkhorn:end -->")[0] == table
 
 
 def sinkhorn_module():
