@@ -16,6 +16,7 @@ constexpr int kTileBytes = kDim * kPitch * 4;
 constexpr int kStageBytes = 2 * kTileBytes;      // x and y
 constexpr int kScoreBytes = 2 * kStageBytes;
 constexpr int kHeld = kBlockM * kDim / kThreads; // elements of a tile a thread carries from global to shared memory
+constexpr int kUnrolled = kDim > 4 ? 2 : kDim;   // all of eight features' loads at once would spill
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 static_assert(kBlockM == kBlockN && kBlockM / 32 * kWarpsAcross == kNumWarps, "a warp has 32 x 64 scores");
 static_assert(kBlockM * kDim % kThreads == 0 && (kCost != kGiou || kDim == 4), "whole rounds of copies; a box has four features");
@@ -123,7 +124,7 @@ DEVICE void add_features(float (&acc)[8][8], u32 x_tile, u32 y_tile) {
         }
     }
   } else {
-#pragma unroll
+#pragma unroll kUnrolled
     for (int c = 0; c < kDim; ++c) {
       float x[2][4], y[2][4];
 #pragma unroll

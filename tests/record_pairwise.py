@@ -1,7 +1,9 @@
-"""On a GPU: every pairwise kernel the matrix claims there against its definition, times beside the materialised forms, and the
-file under tests/evidence that says so.
+"""On a GPU: every pairwise kernel the matrix claims there against its definition, times beside the materialised forms, the
+file under tests/evidence that says so, and the README's figures.
 
     python tests/record_pairwise.py tests/evidence/h200_pairwise.json
+
+Afterwards the rows of that generation may be called verified in compat_matrix.yaml.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from flashpatch import compiler, execution
 from flashpatch.pair_planning import GRADIENT, REDUCTIONS
 
 SIZE = 32768
+MARKERS = "<!-- pairwise:begin -->", "<!-- pairwise:end -->"
 sinkhorn = test_pairwise.sinkhorn_module()
 
 
@@ -92,6 +95,32 @@ def reductions(size: int = SIZE) -> list[dict]:
     return rows
 
 
+def figures(document: dict) -> str:
+    """What the README shows of a recorded document."""
+    by_dim: dict[tuple, list[str]] = {}
+    for row in document["reductions"]:
+        pair = f"{row['pairwise_milliseconds']:.1f} / {row['materialised_milliseconds']:.1f}"
+        by_dim.setdefault((row["dim"], row["dtype"]), []).append(pair)
+    size = document["reductions"][0]["points"]
+    lines = [
+        sinkhorn.table(document["sinkhorn"]),
+        "",
+        f"One reduction of {size} x {size} squared distances, ms, `flashpatch.pairwise` / torch on the materialised matrix:",
+        "",
+        "| features | dtype | min | topk, k = 10 | logsumexp |",
+        "|---|---|---|---|---|",
+        *(f"| {dim} | {dtype} | {' | '.join(pairs)} |" for (dim, dtype), pairs in by_dim.items()),
+    ]
+    return "\n".join(lines)
+
+
+def with_figures(text: str, document: dict) -> str:
+    """The README with its figures renewed."""
+    before, _, rest = text.partition(MARKERS[0] + "\n")
+    _, _, after = rest.partition(MARKERS[1])
+    return f"{before}{MARKERS[0]}\n{figures(document)}\n{MARKERS[1]}{after}"
+
+
 def main() -> None:
     device = execution.device_of(torch.device("cuda", 0))
     plans = list(test_pairwise.plans(device.generation))
@@ -123,12 +152,12 @@ def main() -> None:
         "sinkhorn_row_sums_off_by": sinkhorn.marginal_error(*big, *potentials, epsilon=0.01),
         "reductions": reductions(),
     }
-    print(sinkhorn.table(example))
-    for row in document["reductions"]:
-        print(row)
+    print(figures(document))
     if failed:
         raise SystemExit("not recorded: " + "; ".join(failed))
     Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    readme = test_pairwise.ROOT / "README.md"
+    readme.write_text(with_figures(readme.read_text(encoding="utf-8"), document), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -486,11 +486,13 @@ def test_planted_bug_is_noticed(source, right, planted, case, monkeypatch):
 # ---- the worked example, and what the README says of it ----
 
 
-def test_readme_has_the_measured_table():
-    evidence = json.loads((ROOT / "tests" / "evidence" / "h200_pairwise.json").read_text(encoding="utf-8"))
-    table = sinkhorn_module().table(evidence["sinkhorn"])
+def test_readme_has_the_measured_figures():
+    spec = importlib.util.spec_from_file_location("record_pairwise", ROOT / "tests" / "record_pairwise.py")
+    recording = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recording)
+    document = json.loads((ROOT / "tests" / "evidence" / "h200_pairwise.json").read_text(encoding="utf-8"))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.split("<!-- sinkhorn:begin -->\n")[1].split("\n<!-- sinkhorn:end -->")[0] == table
+    assert recording.MARKERS[0] in text and recording.with_figures(text, document) == text
 
 
 def sinkhorn_module():
