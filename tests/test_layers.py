@@ -24,7 +24,7 @@ LAYERS = [
     {"tensor_maps"},
     {"launcher", "fallback", "pair_fallback"},
     {"execution", "pair_launching"},
-    {"ops", "pairs"},
+    {"ops", "pairs", "captures"},
     {"interface"},
     {"patcher"},
     {"registration", "models", "model_verification"},
