@@ -94,6 +94,11 @@ def number(value: float | None) -> str:
     return f"{value:.2e}" if math.isfinite(value) else str(value)
 
 
+def kilobytes(value: int) -> str:
+    """A size of shared memory in a column."""
+    return f"{value / 1024:.1f} KB"
+
+
 def seconds(value: float) -> str:
     """A duration in a column."""
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"

@@ -66,7 +66,7 @@ def cases(device: Device, quick: bool = False) -> list[Case]:
     for dtype, bucket in buckets:
         if quick and bucket not in (64, 128):
             continue
-        common = (dtype, bucket) == ("bfloat16", 64)
+        common = (dtype, bucket) == (buckets[0][0], 64)
         in_pairs = bucket in ((64, 128) if on_gpu else (64,))
         combinations = _combinations(device, dtype, bucket, alone=on_gpu, size=2 if in_pairs else 1)
         if not on_gpu and common:

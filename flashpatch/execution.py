@@ -13,6 +13,7 @@ from . import fallback, launcher, planning
 from .call import Call
 from .compiler import CompileError
 from .counting import layers, record_call, record_decline, switched_on
+from .emulator import BuildError
 from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
 
 DTYPES = {
@@ -36,7 +37,7 @@ def forward(q, k, v, call: Call, layer: int, strict: bool, statistics: bool = Tr
             out, logsumexp, copies = ready.run(q, k, v, call, statistics)
             counts.launched(ready.plan, copies)
             return out, logsumexp
-        except CompileError as error:
+        except (CompileError, BuildError) as error:
             ready = call.ready = _failed(_forwards, signature(q, k, v, call), ready.plan, error)
     _declined(ready, layer, strict)
     return fallback.forward(q, k, v, call)
@@ -66,7 +67,7 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, 
             *gradients, copies = ready.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
             layers[layer].launched(ready.plan, copies)
             return gradients
-        except CompileError as error:
+        except (CompileError, BuildError) as error:
             ready = _failed(_backwards, key, ready.plan, error)
     _declined(ready, layer, strict)
     return fallback.backward(dout, dlogsumexp, q, k, v, out, logsumexp, call)
@@ -77,8 +78,13 @@ def signature(q, k, v, call: Call) -> tuple:
     index = q.get_device()
     return (
         q.dtype, k.dtype, v.dtype, index, k.get_device(), v.get_device(), q.shape, q.stride(), k.shape, k.stride(),
-        v.shape, v.stride(), index < 0 and os.environ.get("FLASHPATCH_EMULATE"), *call.signature(),
+        v.shape, v.stride(), index < 0 and _switches(), *call.signature(),
     )  # fmt: skip
+
+
+def _switches() -> tuple:
+    """What may change between two calls on a CPU; a GPU takes its switch once, at the first call of a signature."""
+    return os.environ.get("FLASHPATCH_EMULATE"), os.environ.get(planning.SWITCH)
 
 
 def _keep(cache: dict, key: tuple, ready) -> None:
@@ -135,20 +141,29 @@ def features(q, k, v, call: Call) -> frozenset[str]:
 def device_of(device: torch.device) -> Device | Reason:
     """The planner's Device behind a torch device, or why no kernel can run there.
 
-    With FLASHPATCH_EMULATE=1, CPU tensors go through the emulated kernels.
+    With FLASHPATCH_EMULATE=1, CPU tensors go through the emulated kernels. FLASHPATCH_GENERATION names a generation whose
+    kernels and limits are taken instead of the device's own. Raises planning.SwitchError if that cannot be.
     """
+    wanted = os.environ.get(planning.SWITCH)
     if device.type == "cuda" and torch.version.cuda:
-        facts = torch.cuda.get_device_properties(device)
-        return planning.device_for(
-            (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
-            multiprocessors=facts.multi_processor_count, index=device.index or 0,
-        )  # fmt: skip
+        found = own_device(device.index or 0)
+        return planning.standing_for(found, wanted) if wanted else found
     if device.type == "cpu" and switched_on("FLASHPATCH_EMULATE"):
-        return planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
+        found = planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
+        return planning.standing_for(found, wanted) if wanted else found
     return Reason("no_gpu", f"the tensors are on {device.type}; kernels run on NVIDIA GPUs")
 
 
-def _failed(cache: dict, key: tuple, plan: Plan, error: CompileError) -> Decline:
+def own_device(index: int) -> Device:
+    """A GPU of this machine as it is, whatever FLASHPATCH_GENERATION says."""
+    facts = torch.cuda.get_device_properties(index)
+    return planning.device_for(
+        (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
+        multiprocessors=facts.multi_processor_count, index=index,
+    )  # fmt: skip
+
+
+def _failed(cache: dict, key: tuple, plan: Plan, error: CompileError | BuildError) -> Decline:
     """A kernel that cannot be built or loaded here is a decline from now on, never tried again per call."""
     _failures[plan.config, plan.device] = error.reason
     decline = cache[key] = Decline(plan.problem, (error.reason,))

@@ -73,6 +73,8 @@ def configs(config: Config) -> tuple[Config, ...]:
     """Every Config that must be compiled to run this one, in the order of their launches."""
     if config.kernel == "backward_sm80":
         return (_helper(config, "backward_delta", 4), config, _helper(config, "backward_dq", 4))
+    if config.kernel == "backward_sm75":
+        return (_helper(config, "backward_delta", 4), config, _helper(config, "backward_dq_sm75", 4))
     if config.kernel.startswith("backward"):
         return (_helper(config, "backward_prepare_sm90", 8), config, _helper(config, "backward_finish_sm90", 4))
     return (config,)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -40,6 +40,10 @@ def find(name: str) -> Path:
 
 class MatrixError(ValueError):
     """compat_matrix.yaml contradicts itself: a missing, duplicate or unknown cell."""
+
+
+class SwitchError(ValueError):
+    """FLASHPATCH_GENERATION names nothing known, or what this device cannot stand in for."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Matrix:
 
     capabilities: dict[tuple[int, int], Capability]
     generations: dict[str, str]  # name -> what people call it
+    exclusive: frozenset[str]  # generations whose kernels use instructions that later ones do not have
     features: dict[str, str]  # name -> meaning
     kernels: dict[str, str]  # name -> direction, in order of preference
     cells: dict[tuple[str, str, str, int, str], Cell]  # (kernel, generation, dtype, head_dim, feature)
@@ -122,9 +127,15 @@ def load_matrix(data: dict) -> Matrix:
             raise MatrixError(f"{'/'.join(map(str, key))} is both supported and unsupported")
         if key not in supported and key not in unsupported:
             raise MatrixError(f"{'/'.join(map(str, key))} has no cell: add it to a row, or to an unsupported one")
+    for cell in cells.values():
+        if cell.head_dim not in data["tiles"].get(cell.kernel, ()):
+            raise MatrixError(
+                f"{cell.name} has no tile: add one to tiles, or leave head dim {cell.head_dim} out of the row"
+            )
     return Matrix(
         capabilities=capabilities,
         generations={name: entry["title"] for name, entry in data["generations"].items()},
+        exclusive=frozenset(name for name, entry in data["generations"].items() if entry.get("exclusive")),
         features=data["features"],
         kernels=data["kernels"],
         cells=cells,
@@ -225,6 +236,45 @@ def gpu(name: str) -> Device:
     raise ValueError(f"unknown GPU {name!r}; known: {known}; or a compute capability such as 9.0")
 
 
+SWITCH = "FLASHPATCH_GENERATION"
+
+
+def of_switch(wanted: str) -> Device:
+    """The GPU that a value of FLASHPATCH_GENERATION names, none in particular of its kind. Raises SwitchError."""
+    try:
+        return gpu(wanted)
+    except ValueError:
+        names = ", ".join(support().generations)
+        text = f"{SWITCH}={wanted}: there is no such generation; known: {names}; or a compute capability such as 8.6"
+        raise SwitchError(text) from None
+
+
+def standing_for(device: Device, wanted: str) -> Device:
+    """The device with the kernels and limits of a generation, capability or GPU that is no newer than its own.
+
+    Raises SwitchError for an unknown one, a newer one, or one whose instructions the device does not have.
+    """
+    other = of_switch(wanted)
+    if device.backend == "emulated":
+        title = support().generations[other.generation]
+        return replace(other, name=f"CPU emulator ({title})", backend=device.backend)
+    if other.capability == device.capability:
+        return device
+    own, theirs = (".".join(map(str, d.capability)) for d in (device, other))
+    if other.capability > device.capability:
+        raise SwitchError(
+            f"{SWITCH}={wanted}: {device.name} has compute capability {own} and cannot run kernels of the newer {theirs}; "
+            "unset it, or name an older generation"
+        )
+    if other.generation in support().exclusive and other.generation != device.generation:
+        raise SwitchError(
+            f"{SWITCH}={wanted}: kernels of {support().generations[other.generation]} use instructions that "
+            f"{device.name} (compute capability {own}) does not have; unset it, or name another generation"
+        )
+    limit = min(device.shared_memory, other.shared_memory)
+    return replace(device, generation=other.generation, shared_memory=limit, stands_for=other.capability)
+
+
 def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum() or c == ".").replace("nvidia", "").replace("geforce", "")
 
@@ -246,6 +296,8 @@ def resolve(problem: Problem, device: Device) -> Plan | Decline:
                 if config:
                     verified = all(cell.status == "verified" for cell in cells)
                     notes = dict.fromkeys(cell.note for cell in cells if cell.note)
+                    if device.stands_for:  # what a newer GPU shows is no evidence for the generation it stands in for
+                        verified, notes = False, notes | {stand_in_note(kernel, device): None}
                     return Plan(
                         problem,
                         device,
@@ -257,6 +309,12 @@ def resolve(problem: Problem, device: Device) -> Plan | Decline:
                 reasons = [_shared_memory_reason(problem, device)]
         reasons = reasons or _feature_reasons(problem, device, wanted, max(buckets), matrix)
     return Decline(problem, tuple(dict.fromkeys(reasons)), _nearest(problem, device, matrix))
+
+
+def stand_in_note(kernel: str, device: Device) -> str:
+    """What is said of a kernel on a device that stands in for an older generation."""
+    family = kernel.rpartition("_")[2]
+    return f"{family}-family source compiled for sm_{''.join(map(str, device.capability))}, on {device.name}"
 
 
 def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], tuple[int, int]]:
@@ -356,14 +414,14 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
-    if config.kernel == "forward_sm80":
+    if config.kernel in ("forward_sm80", "forward_sm75"):
         tiles = 2 * (m * d + stages * n * (d + dv))
         return max(tiles, 2 * m * dv) + 16 * config.num_warps
-    if config.kernel == "backward_sm80":
+    if config.kernel in ("backward_sm80", "backward_sm75"):
         split = config.num_warps * 16 > n
         tiles = 2 * (n * (d + dv) + stages * m * (d + dv) + n * m * (2 if split else 1))
         return tiles + 8 * m + (8 * m if config.has_key_ranges else 0)
-    if config.kernel == "backward_dq":
+    if config.kernel in ("backward_dq", "backward_dq_sm75"):
         return 2 * m * d
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)

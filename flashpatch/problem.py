@@ -35,7 +35,8 @@ class Device:
     """A GPU, real or faked, as far as planning needs it.
 
     `capability` is (major, minor); `shared_memory` is the opt-in bytes per block;
-    `backend` says how kernels run there: "gpu" or "emulated".
+    `backend` says how kernels run there: "gpu" or "emulated". `stands_for` is set where the planner takes the kernels and
+    limits of another capability than the device has (FLASHPATCH_GENERATION); they are compiled for the one it has.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Device:
     multiprocessors: int = 0
     index: int = 0
     backend: str = "gpu"
+    stands_for: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ WORKERS = 2
 INSTRUCTIONS = {
     "forward_sm80": {"HMMA"},
     "backward_sm80": {"HMMA"},
+    "forward_sm75": {"HMMA"},
+    "backward_sm75": {"HMMA"},
     "forward_sm90": {"HGMMA", "UTMALDG"},
     "backward_sm90": {"HGMMA", "UTMALDG"},
     "backward_wide_sm90": {"HGMMA", "UTMALDG"},
@@ -349,7 +351,11 @@ def test_the_default_run_stands_for_the_grid():
     }
     assert {tile for target in chosen for tile in tiles_of(target.config)} == tiles
     for kernel in kernels:
-        assert {target.config.dtype for target in chosen if target.config.kernel == kernel} == {"float16", "bfloat16"}
+        dtypes = [
+            {target.config.dtype for target in targets if target.config.kernel == kernel}
+            for targets in (chosen, grid())
+        ]
+        assert dtypes[0] == dtypes[1]
 
 
 def test_two_nvrtcs_do_not_confuse_the_compiler():

@@ -27,7 +27,7 @@ LAYERS = [
     {"ops", "pairs", "captures"},
     {"interface"},
     {"patcher"},
-    {"registration", "models", "model_verification"},
+    {"registration", "models", "model_verification", "environment"},
     {"verification", "auditing", "benchmarking"},
     {"evidence"},
     {"cli"},

@@ -19,6 +19,7 @@ from flashpatch.problem import Config, Device, Plan, Problem
 pytestmark = pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
 
 DEVICE = Device("emulated", "ampere", (8, 0), 166912, backend="emulated")
+TURING = Device("emulated", "turing", (7, 5), 65536, backend="emulated")
 HOPPER = Device("emulated", "hopper", (9, 0), 232448, multiprocessors=2, backend="emulated")
 
 
@@ -83,6 +84,12 @@ def backward(**options):
     return Case(kernel="backward_sm80", features=frozenset(options.pop("features", ())), **options)
 
 
+def turing(kernel, **options):
+    return Case(
+        kernel=kernel, dtype=torch.float16, num_stages=1, features=frozenset(options.pop("features", ())), **options
+    )
+
+
 def hopper(kernel, **options):
     sizes = {"batch": 1, "seqlen_q": 150, "seqlen_k": 200, "heads": 2, "heads_kv": 1}
     return Case(kernel=kernel, **{**sizes, **options})
@@ -110,6 +117,8 @@ BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
 BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
 BACKWARD_DROPOUT = backward(dropout_p=0.3)
 BACKWARD_VARLEN = backward(features=("varlen",))
+TURING_FORWARD = turing("forward_sm75")
+TURING_BACKWARD = turing("backward_sm75")
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
@@ -270,7 +279,8 @@ def run(case: Case, patch, monkeypatch):
 def plan_of(case: Case) -> Plan:
     direction = case.kernel.split("_")[0]
     problem = Problem(direction, case.config.dtype, case.head_dim, case.head_dim_v)
-    return Plan(problem, HOPPER if "sm90" in case.kernel else DEVICE, case.config, "compiled")
+    device = HOPPER if "sm90" in case.kernel else TURING if "sm75" in case.kernel else DEVICE
+    return Plan(problem, device, case.config, "compiled")
 
 
 def compare(name, actual, eager, exact, factor=2.0):
@@ -435,6 +445,18 @@ BUGS = [
     Bug("backward_delta.cu", "partial sum", "int lanes = kLanes / 2", "int lanes = kLanes / 4", "BACKWARD"),
     Bug("backward_dq.cu", "missing scale", "c[2] * p.softmax_scale, c[3]", "c[2], c[3]", "BACKWARD"),
     Bug("backward_dq.cu", "dropped barrier", "sync_block();  // the whole tile", "// the whole tile", "BACKWARD"),
+    # Turing: products of 8 columns, copies through registers, floats added one by one
+    Bug("substitutes_sm75.cuh", "wrong half", "mma_m16n8k8(d, a[2], a[3], b1)", "mma_m16n8k8(d, a[2], a[3], b0)", "TURING_FORWARD"),
+    Bug("substitutes_sm75.cuh", "wrong rows", "mma_m16n8k8(d, a[0], a[1], b0)", "mma_m16n8k8(d, a[0], a[2], b0)", "TURING_FORWARD"),
+    Bug("substitutes_sm75.cuh", "lost half", "  mma_m16n8k8(d, a[2], a[3], b1);\n", "", "TURING_BACKWARD"),
+    Bug("substitutes_sm75.cuh", "read past the end", "if (valid) bytes =", "bytes =", "TURING_FORWARD"),
+    Bug("substitutes_sm75.cuh", "not zeroed", "  st_shared(destination, bytes);", "  if (valid) st_shared(destination, bytes);", "TURING_FORWARD"),
+    Bug("substitutes_sm75.cuh", "wrong place", "st_shared(destination, bytes)", "st_shared(destination ^ 16, bytes)", "TURING_BACKWARD"),
+    Bug("ptx_sm75.cuh", "swapped halves", "narrow<false>(low) | emulation::narrow<false>(high) << 16", "narrow<false>(high) | emulation::narrow<false>(low) << 16", "TURING_FORWARD"),
+    Bug("tile.cuh", "overwritten sum", "red_add_global(fragment + fragment_index(e), c[e])", "st_global(fragment + fragment_index(e), c[e])", "TURING_BACKWARD"),
+    Bug("tile.cuh", "wrong element", "element * 32 + lane_index()", "element * 16 + lane_index()", "TURING_BACKWARD"),
+    Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has landed", "// V has landed", "TURING_FORWARD"),
+    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // Q, dO and", "// Q, dO and", "TURING_BACKWARD"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<1>();", "", "HOPPER_FORWARD"),

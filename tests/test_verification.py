@@ -289,6 +289,31 @@ def test_recorded_evidence_holds_until_the_source_changes(recorded, monkeypatch,
     assert all("missing" in why for why in evidence.stale_cells(claims, tmp_path).values())
 
 
+def test_a_stand_in_is_recorded_as_compiled_and_backs_no_claim(kernels, monkeypatch, tmp_path):
+    """What an H200 shows of Ampere's kernels is kept, named as that, and no cell of Ampere may be verified by it."""
+    h200 = dataclasses.replace(planning.gpu("h200"), name="NVIDIA H200")
+    device = planning.standing_for(h200, "ampere")
+    monkeypatch.setattr(verification, "_build", lambda *_: None)
+    for module in (verification, evidence):
+        monkeypatch.setattr(module, "cases", lambda device, quick: [case_of("causal", "gqa")])
+    monkeypatch.setattr(verification.torch, "device", lambda *_: "cpu")
+    report = verification.verify_kernels(device)
+    assert "no evidence for Ampere itself" in report.statement
+    assert {cell.status for cell in report.cells} == {"compiled"}
+    path = evidence.record(report, device, {"driver": "13.0"}, tmp_path)
+    content = json.loads(path.read_text())
+    assert path.name == "h200-as-sm80.json" and content["status"] == "compiled" and content["stands_for"] == [8, 0]
+    assert content["note"] == "sm80-family source compiled for sm_90, on NVIDIA H200"
+    assert all(entry["error"] <= entry["bound"] for entries in content["cells"].values() for entry in entries)
+    cells = {
+        key: dataclasses.replace(cell, status="verified", evidence=path.name)
+        for key, cell in planning.support().cells.items()
+        if cell.name in content["cells"]
+    }
+    stale = evidence.stale_cells(dataclasses.replace(planning.support(), cells=cells), tmp_path)
+    assert len(stale) == len(cells) == 6 and all("stood in for another" in why for why in stale.values())
+
+
 def test_evidence_comes_from_a_gpu_only(kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(verification, "_build", lambda *_: None)
     monkeypatch.setattr(verification, "cases", lambda device, quick: [case_of()])

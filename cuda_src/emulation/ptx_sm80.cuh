@@ -73,17 +73,20 @@ template <class T> DEVICE void st_global(T* pointer, T value, SITE) {
 DEVICE void red_add_global(float* pointer, float value, SITE) {
   *emulation::global_add("red_add_global", pointer, 4, site) += value;
 }
+#ifndef WORDS_OF_SM75
 constexpr bool kHasVectorReduction = true;
 DEVICE void red_add_global(float* pointer, F32x4 v, SITE) {
   float* sum = emulation::global_add("red_add_global", pointer, 16, site);
   sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
 }
+#endif
 DEVICE i32 ld_acquire_global(const i32* pointer, SITE) { return emulation::global_acquire("ld_acquire_global", pointer, site); }
 DEVICE void red_release_add_global(i32* pointer, i32 value, SITE) {
   emulation::global_release_add("red_release_add_global", pointer, value, site);
 }
 DEVICE void fence_global() {}
 
+#ifndef WORDS_OF_SM75
 // ---- asynchronous copy ----
 DEVICE void cp_async_16(u32 destination, const void* source, bool valid, SITE) {
   emulation::copy_async(destination, source, valid, site);
@@ -95,6 +98,7 @@ template <int kPending> DEVICE void cp_async_wait(SITE) { emulation::copy_async_
 template <bool kIsBf16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, SITE) {
   emulation::mma_m16n8k16(d, a, b0, b1, kIsBf16, site);
 }
+#endif
 
 // ---- threads with each other ----
 DEVICE void sync_block(SITE) { emulation::sync_block(site); }
@@ -121,9 +125,11 @@ DEVICE float rcp_approx(float x) { return 1.0f / x; }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float minimum(float a, float b) { return fminf(a, b); }
 DEVICE float tanh_approx(float x) { return __builtin_tanhf(x); }
+#ifndef WORDS_OF_SM75
 template <bool kIsBf16> DEVICE u32 pack(float low, float high) {
   return emulation::narrow<kIsBf16>(low) | emulation::narrow<kIsBf16>(high) << 16;
 }
+#endif
 template <bool kIsBf16> DEVICE F32x2 unpack(u32 pair) {
   return {emulation::widen<kIsBf16>(pair & 0xffffu), emulation::widen<kIsBf16>(pair >> 16)};
 }
