@@ -26,7 +26,7 @@ KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
   const int first = position.block * kBlockM;
   if (first >= sequence.q_length) return;
 
-  float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, position.head, position.block) * (kBlockM * kHeadDim);
+  float* dq_accum = p.dq_accum + query_block_offset(p, sequence, position.head, position.block) * (kBlockM * kHeadDim);
   for (int i = thread_index() * 4; i < kBlockM * kHeadDim; i += kThreads * 4)
     st_global((F32x4*)(dq_accum + i), F32x4{0.f, 0.f, 0.f, 0.f});
 

@@ -2,7 +2,9 @@
 // Assumes unit last strides, 16-byte aligned rows, head_dim and head_dim_v multiples of 8, softmax_scale > 0.
 // Stores out [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
 // Grid: m_blocks * num_heads_q * batch; kNumWarps warps, each owning kBlockM / kNumWarps rows.
-#include "scores.cuh"
+#include "bias.cuh"
+#include "mask.cuh"
+#include "mask_tiles.cuh"
 
 using QTile = Tile<kBlockM, kHeadDim>;
 using KTile = Tile<kBlockN, kHeadDim>;
@@ -10,12 +12,12 @@ using VTile = Tile<kBlockN, kHeadDimV>;
 using OutTile = Tile<kBlockM, kHeadDimV>;
 
 constexpr int kRowsPerWarp = kBlockM / kNumWarps;
-constexpr int kMFrags = kRowsPerWarp / 16, kNFrags = kBlockN / 8, kOutFrags = kHeadDimV / 8;
+constexpr int kMFrags = QueriesDown::kM, kNFrags = QueriesDown::kN, kOutFrags = kHeadDimV / 8;
 static_assert(kRowsPerWarp % 16 == 0 && kBlockN % 16 == 0 && (kNumStages == 1 || kNumStages == 2), "tile shape");
 
-// Shared memory: Q | K stages | V stages, later out over all of it | scratch of mask.cuh
+// Shared memory: Q | K stages | V stages | bias, later out over all of it | scratch of mask.cuh
 constexpr int kKOffset = QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
-constexpr int kTilesEnd = kVOffset + kNumStages * VTile::kBytes;
+constexpr int kBiasOffset = kVOffset + kNumStages * VTile::kBytes, kTilesEnd = kBiasOffset + kBiasTileBytes;
 constexpr int kScratchOffset = kTilesEnd > OutTile::kBytes ? kTilesEnd : OutTile::kBytes;
 constexpr int kSharedMemory = kScratchOffset + kBlockKeysBytes;
 
@@ -54,100 +56,139 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 
   // This thread's first element of a C fragment
   const int warp_row = warp_index() * kRowsPerWarp;
-  const int i_first = m_block * kBlockM + warp_row + (lane_index() >> 2), j_lane = (lane_index() & 3) * 2;
+  const int i_first = m_block * kBlockM + QueriesDown::row(), j_lane = QueriesDown::column();
 
   const Scores scores = scores_of(p, sequence, head);
   const Dropout dropout = dropout_of(p, position.batch, head);
   const float scale_log2 = kTransformsScores ? 1.f : scores.scale_log2;
 
+  // Bias of this warp's rows; one tile, filled again as soon as the warp has read it.
+  const Bias bias = bias_of(p, sequence, head);
+  const BiasTile bias_smem = {smem + kBiasOffset};
+  const auto load_next_bias = [&](int n) {
+    load_bias<kRowsPerWarp, 32>(bias_smem, bias, sequence, m_block * kBlockM, n * kBlockN, warp_row, lane_index());
+  };
+
   // The next key block to visit, downwards from n; a tile the boolean mask hides entirely is skipped.
-  MaskBits<kMFrags> mask_bits, next_mask_bits;
+  MaskTiles<QueriesDown> mask_tiles;
+  if constexpr (kHasMask) mask_tiles.open(p, position.batch, head, m_block);
   const auto find_block = [&](int n) {
-    if constexpr (kHasMask) {
-      const u8* mask = mask_of(p, sequence, head);
-      while (n >= n_first && !sync_block_or(load_mask<kNFrags>(next_mask_bits, p, sequence, mask, i_first, n * kBlockN + j_lane))) --n;
-    }
+    if constexpr (kHasMask)
+      for (; n >= n_first; --n) {
+        mask_tiles.look(p, n);
+        if (mask_tiles.sees(n)) break;
+      }
     return n;
+  };
+  bool hidden = false, next_hidden = false;  // whether the mask hides some of a tile
+  TileBits<QueriesDown> mask_bits, next_mask_bits;
+  const auto fetch_mask = [&](int n) {
+    if constexpr (kHasMask) {
+      next_hidden = mask_tiles.hides(n);
+      if (next_hidden) mask_tiles.load(next_mask_bits, p, n);
+    }
   };
 
   float out_frag[kMFrags][kOutFrags][4];  // [rows of the warp, kHeadDimV]
   OnlineSoftmax<kMFrags> softmax;
-  clear(out_frag);
+  // Masked keys' NaN and Inf in V are taken out only when they have shown in out: then the block is computed once more.
+  for (bool careful = false;; careful = true) {
+    clear(out_frag);
+    softmax = {};
 
-  int n = find_block(n_last);
-  if (n >= n_first) {
-    load_tile(q_smem, q_of(p, sequence, head).from(m_block * kBlockM), 0, q_rows, p.head_dim);
-    load_k(n, 0);
-    if constexpr (kNumStages == 2) load_v(n, 0);
-    cp_async_commit();
-  }
-
-  const Window16<QTile> q_window = down_first(q_smem, warp_row, 0);
-  u32 q_frag[kQSteps][kMFrags][4];
-  const auto load_q = [&](u32 (&a_frag)[kMFrags][4], int k) {
-#pragma unroll
-    for (int m = 0; m < kMFrags; ++m) {
-      if constexpr (kQInRegisters) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) a_frag[m][e] = q_frag[k][m][e];
-      } else {
-        ldmatrix_x4(a_frag[m], q_window.at(m * 16, k * 2));
-      }
-    }
-  };
-
-  int stage = 0;
-  bool first = true;
-  while (n >= n_first) {
-    cp_async_wait<0>();
-    sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
-    if constexpr (kQInRegisters) {
-      if (first) {
-#pragma unroll
-        for (int k = 0; k < kQSteps; ++k)
-#pragma unroll
-          for (int m = 0; m < kMFrags; ++m) ldmatrix_x4(q_frag[k][m], q_window.at(m * 16, k * 2));
-      }
-    }
-    first = false;
-    mask_bits = next_mask_bits;
-    const int n_next = find_block(n - 1);
-    if constexpr (kNumStages == 2) {
-      if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
-    } else {
-      load_v(n, 0);
-    }
-    cp_async_commit();
-
-    // S = Q K^T
-    float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
-    clear(s_frag);
-    multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
-
-    if constexpr (kNumStages == 1) {
-      cp_async_wait<0>();
-      sync_block();  // V has landed for all; nobody reads K any more
-      if (n_next >= n_first) load_k(n_next, 0);
+    int n = find_block(n_last);
+    if (n >= n_first) {
+      load_tile(q_smem, q_of(p, sequence, head).from(m_block * kBlockM), 0, q_rows, p.head_dim);
+      load_k(n, 0);
+      if constexpr (kNumStages == 2) load_v(n, 0);
+      if constexpr (kHasBias) load_next_bias(n);
       cp_async_commit();
+      fetch_mask(n);
     }
 
-    if constexpr (kTransformsScores) transform(s_frag, p, sequence, scores, i_first, n * kBlockN + j_lane);
-    if (kHasMask || keys.needs_mask(n)) {
-      u32 non_finite = 0;
-      if constexpr (kHasBounds || kHasMask) 
-        non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
-      apply_mask(s_frag, p, sequence, mask_bits, non_finite, i_first, n * kBlockN + j_lane);
+    const Window16<QTile> q_window = down_first(q_smem, warp_row, 0);
+    u32 q_frag[kQSteps][kMFrags][4];
+    const auto load_q = [&](u32 (&a_frag)[kMFrags][4], int k) {
+#pragma unroll
+      for (int m = 0; m < kMFrags; ++m) {
+        if constexpr (kQInRegisters) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) a_frag[m][e] = q_frag[k][m][e];
+        } else {
+          ldmatrix_x4(a_frag[m], q_window.at(m * 16, k * 2));
+        }
+      }
+    };
+
+    int stage = 0;
+    bool first = true;
+    while (n >= n_first) {
+      cp_async_wait<0>();
+      sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
+      if constexpr (kQInRegisters) {
+        if (first) {
+#pragma unroll
+          for (int k = 0; k < kQSteps; ++k)
+#pragma unroll
+            for (int m = 0; m < kMFrags; ++m) ldmatrix_x4(q_frag[k][m], q_window.at(m * 16, k * 2));
+        }
+      }
+      first = false;
+      if constexpr (kHasMask) hidden = next_hidden, mask_bits = next_mask_bits;
+      const int n_next = find_block(n - 1);
+      if constexpr (kNumStages == 2) {
+        if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
+      } else {
+        load_v(n, 0);
+      }
+      cp_async_commit();
+      if (n_next >= n_first) fetch_mask(n_next);
+
+      // S = Q K^T
+      float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
+      clear(s_frag);
+      multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+
+      if constexpr (kNumStages == 1) {
+        cp_async_wait<0>();
+        sync_block();  // V has landed for all; nobody reads K any more
+        if (n_next >= n_first) load_k(n_next, 0);
+        cp_async_commit();
+      }
+
+      if constexpr (kHasBias) {
+        transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
+          return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
+        });
+        sync_warp();  // all lanes have read the warp's rows of the bias
+        if (n_next >= n_first) load_next_bias(n_next);
+        cp_async_commit();
+      } else if constexpr (kTransformsScores) {
+        transform(s_frag, p, sequence, scores, i_first, n * kBlockN + j_lane);
+      }
+      const bool bounded = keys.needs_mask(n);
+      if (bounded || hidden) {
+        u32 non_finite = 0;
+        if constexpr (kHasBounds || kHasMask) {
+          if (careful) non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
+          if (!bounded && non_finite != 0) blot_out(s_frag, non_finite);
+        }
+        if (bounded) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+        if (hidden) apply_mask_bits(s_frag, mask_bits);
+      }
+
+      // P = exp2(S - row_max), O rescaled
+      softmax.update(s_frag, out_frag, scale_log2);
+      if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
+
+      // O += P V
+      multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
+                             down_first(v_smem(stage), 0, 0));
+      if constexpr (kNumStages == 2) stage ^= 1;
+      n = n_next;
     }
-
-    // P = exp2(S - row_max), O rescaled
-    softmax.update(s_frag, out_frag, scale_log2);
-    if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
-
-    // O += P V
-    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
-                           down_first(v_smem(stage), 0, 0));
-    if constexpr (kNumStages == 2) stage ^= 1;
-    n = n_next;
+    if constexpr (!kHasBounds && !kHasMask) break;
+    if (careful || !sync_block_or(any_non_finite(out_frag))) break;
   }
 
   float sink_log2 = negative_infinity();

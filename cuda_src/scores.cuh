@@ -11,7 +11,6 @@ struct Scores {
   float tanh_log2;         // softmax_scale / softcap * 2 log2(e): the argument of tanh, as exp2 takes it
   float softcap_log2;      // softcap * log2(e)
   float slope_log2;        // ALiBi slope * log2(e)
-  const u16* bias;         // (batch, head)
 };
 
 DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
@@ -22,29 +21,12 @@ DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
     scores.softcap_log2 = p.softcap * kLog2e;
   }
   if constexpr (kHasAlibi) scores.slope_log2 = ld_global(p.alibi_slopes + (s.batch * p.alibi_stride_batch + head)) * kLog2e;
-  if constexpr (kHasBias) scores.bias = (const u16*)p.bias + (s.batch * p.bias_stride_batch + head * p.bias_stride_head);
   return scores;
 }
 
 // tanh(x) for x_log2 = 2 x log2(e), as 1 - 2 / (1 + e^2x): absolute error near 1e-7, where tanh.approx would cost 5e-4 of
 // the softcap, more than fp16 inputs lose.
 DEVICE float tanh_of(float x_log2) { return 1.f - 2.f * rcp_approx(1.f + exp2_approx(x_log2)); }
-
-DEVICE float widen(u16 bits) { return unpack<kIsBf16>(bits).x; }
-
-// Bias of row i, key j, and of (i, j) and (i, j + 1): one load where the two lie in one 32-bit word. 0 outside.
-DEVICE float bias_at(const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
-  if (!kHasBias || i >= s.q_length || j >= s.k_length) return 0.f;
-  return widen(ld_global(scores.bias + (i * p.bias_stride_row + j * p.bias_stride_column)));
-}
-DEVICE F32x2 bias_pair(const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
-  if constexpr (kHasBias) {
-    const u16* first = scores.bias + (i * p.bias_stride_row + j * p.bias_stride_column);
-    if (i < s.q_length && j + 1 < s.k_length && p.bias_stride_column == 1 && ((u64)first & 3) == 0)
-      return unpack<kIsBf16>(ld_global((const u32*)first));
-  }
-  return {bias_at(p, s, scores, i, j), bias_at(p, s, scores, i, j + 1)};
-}
 
 // Score in base 2 of row i, key j from q.k and its bias. `derivative` becomes d(softcap)/d(its argument).
 DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float bias, int i, int j, float& derivative) {
@@ -63,16 +45,10 @@ DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float
   return x;
 }
 
-// dbias += the score's gradient
-DEVICE void add_bias_gradient(const Params& p, const Sequence& s, int head, int i, int j, float gradient) {
-  if (p.dbias && gradient != 0.f && i < s.q_length && j < s.k_length)
-    red_add_global(p.dbias + (s.batch * p.bias_stride_batch + head * p.bias_stride_head + i * p.bias_stride_row +
-                              j * p.bias_stride_column), gradient);
-}
-
-// Scores of C fragments [16 kM queries x 8 kN keys] in place; (i, j) is this thread's first element.
-template <int kM, int kN>
-DEVICE void transform(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
+// Scores of C fragments [16 kM queries x 8 kN keys] in place; (i, j) is this thread's first element. bias_of(m, half, n) is the
+// bias of the two elements of that row in fragment n.
+template <int kM, int kN, class BiasOf>
+DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Scores& scores, int i, int j, const BiasOf& bias_of) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -80,13 +56,17 @@ DEVICE void transform(float (&s_frag)[kM][kN][4], const Params& p, const Sequenc
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = i + m * 16 + half * 8, key = j + n * 8;
-        const F32x2 bias = bias_pair(p, s, scores, row, key);
+        const F32x2 bias = bias_of(m, half, n);
         float derivative;
         float& first = s_frag[m][n][half * 2];
         float& second = s_frag[m][n][half * 2 + 1];
         first = score_log2(s, scores, first, bias.x, row, key, derivative);
         second = score_log2(s, scores, second, bias.y, row, key + 1, derivative);
       }
+}
+template <int kM, int kN>
+DEVICE void transform(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
+  transform(s_frag, s, scores, i, j, [](int m, int half, int n) { return F32x2{0.f, 0.f}; });
 }
 
 // ---- dropout ----

@@ -261,6 +261,11 @@ def _bias(case: Case, draw: _Draw) -> None:
     draw.keywords["bias"] = draw.normal(shape).to(draw.dtype).to(draw.device)
 
 
+def _wide_bias(case: Case, draw: _Draw) -> None:
+    shape = (_batch(case, draw), 1, _longest(case, draw, "q"), _longest(case, draw, "k"))
+    draw.keywords["bias"] = draw.normal(shape).to(draw.device)
+
+
 def _alibi(case: Case, draw: _Draw) -> None:
     draw.keywords["alibi_slopes"] = torch.rand(case.num_heads_q, generator=draw.generator).div(16).to(draw.device)
 
@@ -293,6 +298,7 @@ _FEATURES: dict[str, Callable[[Case, _Draw], None]] = {
     "key_ranges": _key_ranges,
     "mask": _mask,
     "bias": _bias,
+    "wide_bias": _wide_bias,
     "alibi": _alibi,
     "softcap": _softcap,
     "sinks": _sinks,

@@ -20,7 +20,8 @@ FLAGS = {
     "has_window": {"causal", "window"},
     "has_key_ranges": {"key_ranges"},
     "has_mask": {"mask"},
-    "has_bias": {"bias"},
+    "has_bias": {"bias", "wide_bias"},
+    "wide_bias": {"wide_bias"},
     "has_alibi": {"alibi"},
     "has_softcap": {"softcap"},
     "has_sinks": {"sinks"},
@@ -356,15 +357,18 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
+    bias = m * n * (4 if config.wide_bias else 2) if config.has_bias else 0
     if config.kernel == "forward_sm80":
-        tiles = 2 * (m * d + stages * n * (d + dv))
+        tiles = 2 * (m * d + stages * n * (d + dv)) + bias
         return max(tiles, 2 * m * dv) + 16 * config.num_warps
     if config.kernel == "backward_sm80":
         split = config.num_warps * 16 > n
         tiles = 2 * (n * (d + dv) + stages * m * (d + dv) + n * m * (2 if split else 1))
-        return tiles + 8 * m + (8 * m if config.has_key_ranges else 0)
+        return tiles + bias + 8 * m + (8 * m if config.has_key_ranges else 0)
     if config.kernel == "backward_dq":
         return 2 * m * d
+    if config.kernel in ("forward_mask", "backward_mask"):
+        return m * n // 8
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
     if config.kernel == "forward_sm90":

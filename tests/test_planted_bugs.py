@@ -47,11 +47,13 @@ class Case:
     growing: bool = False  # each key block the kernel comes to scores far higher than the one before
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
-    features: frozenset[str] = field(default_factory=frozenset)  # of key_ranges, mask, bias, alibi, sinks, nan, varlen
+    features: frozenset[str] = field(default_factory=frozenset)  # of key_ranges, mask, bias, wide_bias, broadcast, alibi, sinks, nan, varlen
 
     @property
     def config(self) -> Config:
         flags = {f"has_{name}": name in self.features for name in ("key_ranges", "mask", "bias", "alibi", "sinks")}
+        wide = "wide_bias" in self.features
+        flags |= {"has_bias": flags["has_bias"] or wide, "wide_bias": wide}
         if self.kernel == "forward_sm90":
             tile = (128, 64, 12)
         elif self.kernel == "backward_sm90":
@@ -99,6 +101,9 @@ HUGE = forward(huge_rows=True, batch=1, heads=1, heads_kv=1, seqlen_q=70)
 SCORES = forward(softcap=4.0, features=("bias", "alibi", "sinks"))
 RANGES = forward(features=("key_ranges", "sinks", "nan"))
 MASK = forward(features=("mask", "nan"))
+MASK_OF_HEADS = forward(features=("mask", "mask_of_heads"))
+MASK_LONG = forward(features=("mask", "mask_holes"), batch=1, heads=1, heads_kv=1, seqlen_k=1264)
+WIDE_BIAS = forward(features=("wide_bias",), seqlen_k=80)
 DROPOUT = forward(dropout_p=0.3)
 VARLEN = forward(features=("varlen",), window=(-1, 0))
 BACKWARD = backward()
@@ -108,6 +113,12 @@ BACKWARD_SPLIT = backward(num_warps=4, head_dim=64, head_dim_v=64)
 BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
 BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
+BACKWARD_MASK_OF_HEADS = backward(features=("mask", "mask_of_heads"))
+BACKWARD_MASK_LONG = backward(features=("mask", "mask_holes"), batch=1, heads=1, heads_kv=1, seqlen_q=200)
+BACKWARD_WIDE_BIAS = backward(features=("wide_bias",))
+BACKWARD_BIAS_BROADCAST = backward(features=("wide_bias", "broadcast"))
+BACKWARD_BIAS_SPLIT = backward(features=("bias",), num_warps=4, head_dim=64, head_dim_v=64)
+BACKWARD_BIAS_ORDERED = backward(deterministic=True, features=("bias",))
 BACKWARD_DROPOUT = backward(dropout_p=0.3)
 BACKWARD_VARLEN = backward(features=("varlen",))
 HOPPER_FORWARD = hopper("forward_sm90")
@@ -179,9 +190,18 @@ def inputs_of(case: Case) -> Inputs:
     if "mask" in case.features:
         mask = torch.rand((case.batch, 1, case.seqlen_q, case.seqlen_k), generator=generator) < 0.4
         mask[:, :, :, 33:64] = False
+        if "mask_holes" in case.features:  # tiles that are visible as a whole, tiles that are hidden
+            mask[:, :, :, 160:] = torch.rand(case.seqlen_k, generator=generator)[160:] < 0.5
+            mask[:, :, :, 512:640] = True
+            mask[:, :, 64:128] = True
+        if "mask_of_heads" in case.features:
+            mask = torch.rand(full, generator=generator) < 0.4
         keywords["mask"] = mask.expand(full)
     if "bias" in case.features:
         keywords["bias"] = normal(1, case.heads, case.seqlen_q, case.seqlen_k).expand(full)
+    if "wide_bias" in case.features:
+        shape = (case.batch, 1, 1, case.seqlen_k) if "broadcast" in case.features else full
+        keywords["bias"] = torch.randn(shape, generator=generator).expand(full)
     if "alibi" in case.features:
         keywords["alibi_slopes"] = (torch.rand(case.heads, generator=generator) / 4).expand(case.batch, case.heads)
     if "sinks" in case.features:
@@ -301,7 +321,8 @@ def backward_faults(case: Case):
     k, v = without_nan(inputs)
     leaves = {name: value.detach().clone() for name, value in (("q", inputs.q), ("k", k), ("v", v))}
     if inputs.call.bias is not None:
-        leaves["bias"] = inputs.keywords["bias"][:1].clone()
+        bias = inputs.keywords["bias"]
+        leaves["bias"] = bias[tuple(slice(0, None if stride else 1) for stride in bias.stride())].clone()
     for leaf in leaves.values():
         leaf.requires_grad_()
 
@@ -389,7 +410,31 @@ BUGS = [
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal + s.window_left + 1)", "j - s.diagonal + s.window_left)", "BACKWARD_WINDOW"),
     Bug("mask.cuh", "skipped block", "first - s.diagonal - s.window_right) / kBlockM", "first - s.diagonal - s.window_right) / kBlockM + 1", "BACKWARD_CAUSAL"),
-    Bug("mask.cuh", "swapped strides", "first = mask + (i * p.mask_stride_row + j *", "first = mask + (j * p.mask_stride_row + i *", "MASK"),
+    Bug("mask_tiles.cuh", "swapped strides", "source = mask + (i * p.mask_stride_row + j *", "source = mask + (j * p.mask_stride_row + i *", "MASK"),
+    Bug("mask_tiles.cuh", "wrong mask", "(p.mask_stride_batch == 0 ? 0 : batch)", "0", "MASK"),
+    Bug("mask_tiles.cuh", "wrong mask", "? 0 : head);", "? 0 : 0);", "MASK_OF_HEADS"),
+    Bug("mask_tiles.cuh", "wrong flag", "all &= count <= 0 || bits == (1u << count) - 1;", "all = all;", "MASK"),
+    Bug("mask_tiles.cuh", "wrong flag", "any |= bits != 0;", "any |= bits == 0xffffu;", "MASK"),
+    Bug("mask_tiles.cuh", "stale flags", "if (i >> 5 == group) return;", "if (group >= 0) return;", "MASK_LONG"),
+    Bug("mask_tiles.cuh", "swapped bits", "0x10204080u", "0x08040201u", "MASK_LONG"),
+    Bug("mask_tiles.cuh", "wrong thread", "+ w) * kThreads + thread_index(), bits", "+ w) * kThreads + (thread_index() ^ 1), bits", "MASK"),
+    Bug("forward_sm80.cu", "stale mask", "hidden = next_hidden, mask_bits = next_mask_bits;", "hidden = true, mask_bits = next_mask_bits;", "MASK_LONG"),
+    Bug("forward_sm80.cu", "no second look", "if (careful || !sync_block_or(any_non_finite(out_frag))) break;", "break;", "MASK"),
+    Bug("backward_sm80.cu", "bounds forgotten", "if (next_bounded) hide_unseen(mask_bits, block);", "", "BACKWARD_MASK"),
+    Bug("backward_sm80.cu", "wrong head", "(mask_head = b.head)", "(mask_head = b.head) * 0", "BACKWARD_MASK_OF_HEADS"),
+    Bug("backward_sm80.cu", "stale mask", "else next_mask_bits.fill(~0u);", "", "BACKWARD_MASK_LONG"),
+    # bias
+    Bug("bias.cuh", "swapped strides", "(i + r) * bias.stride_row + (j + chunk * kPerChunk) * bias.stride_column", "(j + chunk * kPerChunk) * bias.stride_row + (i + r) * bias.stride_column", "SCORES"),
+    Bug("bias.cuh", "past the end", "i + r < s.q_length ? s.k_length", "true ? s.k_length", "SCORES"),
+    Bug("bias.cuh", "wrong element", "(e * kBiasBytes % 4 * 8)", "0", "SCORES"),
+    Bug("bias.cuh", "wrong column", "column >> 2) + (column & 3) * 4);\n  return", "column >> 2));\n  return", "WIDE_BIAS"),
+    Bug("bias.cuh", "wrong query", "query + n * 8 + (e & 1), column", "query + n * 8, column", "BACKWARD_WIDE_BIAS"),
+    Bug("bias.cuh", "wrong fragment", "frag[m][n * 2 + (e >> 1)]", "frag[m][(e >> 1) * 2 + n]", "BACKWARD_SCORES"),
+    Bug("bias.cuh", "shared tiles", "kDeterministic || p.bias_stride_batch != 0", "p.bias_stride_batch != 0", "BACKWARD_BIAS_ORDERED"),
+    Bug("forward_sm80.cu", "early copy", "sync_warp();  // all lanes have read the warp's rows of the bias", "", "SCORES"),
+    Bug("backward_sm80.cu", "stale bias", "      if constexpr (kHasBias) {\n        if (next.head < group) load_next_bias(next);", "      if constexpr (kHasBias) {\n        if (next.head < group) load_next_bias(block);", "BACKWARD_BIAS_SPLIT"),
+    Bug("backward_bias.cu", "past the end", "if (i < rows && j < keys)", "if (j < keys)", "BACKWARD_SCORES"),
+    Bug("backward_bias.cu", "wrong key", "(e >> 1) * 8;", "(e >> 1) * 4;", "BACKWARD_SCORES"),
     Bug("mask.cuh", "NaN let through", "(~pair & kExponent) == 0 || ", "", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // everybody has looked", "// everybody has looked", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // zeroed", "// zeroed", "MASK"),
@@ -397,7 +442,6 @@ BUGS = [
     # scores
     Bug("scores.cuh", "sign", "x -= scores.slope_log2", "x += scores.slope_log2", "SCORES"),
     Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "SCORES"),
-    Bug("scores.cuh", "swapped strides", "first = scores.bias + (i * p.bias_stride_row + j *", "first = scores.bias + (j * p.bias_stride_row + i *", "SCORES"),
     Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
     Bug("scores.cuh", "dropout counter", "{(u32)j >> 1,", "{(u32)j >> 2,", "DROPOUT"),
     # sequences
