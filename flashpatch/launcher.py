@@ -157,8 +157,22 @@ class Forward:
         workspace = () if self.mask is None else self.mask.workspace(q.device)
         packed_mask = tuple(map(_address, workspace)) or (0, 0)
         packed = _POINTERS.pack(
-            *pointers, out.data_ptr(), logsumexp.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:],
-            *packed_mask, 0
+            *pointers,
+            out.data_ptr(),
+            logsumexp.data_ptr(),
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            *optional[:6],
+            0,
+            *optional[6:],
+            *packed_mask,
+            0,
         )
         tensors = (q, k, v, out, logsumexp, *workspace)
         if self.tma:
@@ -337,9 +351,7 @@ class _BiasGradient:
         self.accum = (self.tiles, config.block_m * config.block_n)
         rows, keys = call.max_seqlen_q if per_row else config.block_m, call.max_seqlen_k if per_key else config.block_n
         self.shape = (batch, heads, rows, keys)
-        self.broadcast = tuple(
-            axis for axis, apart in enumerate((per_batch, per_head, per_row, per_key)) if not apart
-        )
+        self.broadcast = tuple(axis for axis, apart in enumerate((per_batch, per_head, per_row, per_key)) if not apart)
         summed = any(self.shape[axis] > 1 for axis in self.broadcast)
         self.dtype = torch.float32 if summed else call.bias.dtype
         self.kernel = _Kernel(plan.device, _bias_helper(config, self.dtype == torch.float32))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,13 +234,17 @@ def _plain(name: str) -> str:
 # ---- the decision ----
 
 
-def resolve(problem: Problem, device: Device) -> Plan | Decline:
-    """The kernel that runs `problem` on `device`, or every reason why none does."""
+def resolve(problem: Problem, device: Device, kernels: Collection[str] | None = None) -> Plan | Decline:
+    """The kernel that runs `problem` on `device`, or every reason why none does; `kernels` limits the choice."""
     matrix = support()
     reasons, buckets = _head_dim_reasons(problem, matrix)
     if not reasons:
         wanted = sorted(problem.features | {"plain"})
-        candidates = [name for name, direction in matrix.kernels.items() if direction == problem.direction]
+        candidates = [
+            name
+            for name, direction in matrix.kernels.items()
+            if direction == problem.direction and (kernels is None or name in kernels)
+        ]
         for kernel in candidates:
             cells = [matrix.cell(kernel, device.generation, problem.dtype, max(buckets), f) for f in wanted]
             if all(cells) and not _excluded(problem, matrix):

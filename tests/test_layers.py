@@ -29,6 +29,7 @@ LAYERS = [
     {"patcher"},
     {"registration", "models", "model_verification"},
     {"verification", "auditing", "benchmarking"},
+    {"costs"},
     {"evidence"},
     {"cli"},
 ]

@@ -47,7 +47,9 @@ class Case:
     growing: bool = False  # each key block the kernel comes to scores far higher than the one before
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
-    features: frozenset[str] = field(default_factory=frozenset)  # of key_ranges, mask, bias, wide_bias, broadcast, alibi, sinks, nan, varlen
+    features: frozenset[str] = field(
+        default_factory=frozenset
+    )  # of key_ranges, mask, bias, wide_bias, broadcast, alibi, sinks, nan, varlen
 
     @property
     def config(self) -> Config:
