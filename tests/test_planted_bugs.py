@@ -381,8 +381,8 @@ class Bug:
 
 BUGS = [
     # forward
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // K", "sync_block();  // K", "PLAIN"),
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // K", "sync_block();  // K", "PLAIN"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n        sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // K (", "// K (", "PLAIN"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has", "// V has", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // out overwrites", "// out overwrites", "WIDE_V"),
