@@ -52,6 +52,7 @@ DEVICE void load_bias(BiasTile tile, const Bias& bias, const Sequence& s, int i,
 
 // Elements (row, column) and (row, column + 1); column even.
 DEVICE F32x2 bias_pair(BiasTile tile, int row, int column) {
+  if constexpr (!kHasBias) return {0.f, 0.f};
   if constexpr (kWideBias) return ld_shared<F32x2>(tile.address(row, column >> 2) + (column & 3) * 4);
   return unpack<kIsBf16>(ld_shared<u32>(tile.address(row, column >> 3) + (column & 7) * 2));
 }

@@ -91,12 +91,15 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 
   float out_frag[kMFrags][kOutFrags][4];  // [rows of the warp, kHeadDimV]
   OnlineSoftmax<kMFrags> softmax;
-  // Masked keys' NaN and Inf in V are taken out only when they have shown in out: then the block is computed once more.
-  for (bool careful = false;; careful = true) {
+  // NaN and Inf in V behind a mask are taken out only when they have shown in out: then the block is computed once more, with care.
+  bool careful = false, first = true;
+  int n = 0, stage = 0;
+  const auto begin = [&] {
     clear(out_frag);
     softmax = {};
-
-    int n = find_block(n_last);
+    first = true;
+    stage = 0;
+    n = find_block(n_last);
     if (n >= n_first) {
       load_tile(q_smem, q_of(p, sequence, head).from(m_block * kBlockM), 0, q_rows, p.head_dim);
       load_k(n, 0);
@@ -105,90 +108,89 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       cp_async_commit();
       fetch_mask(n);
     }
+  };
+  begin();
 
-    const Window16<QTile> q_window = down_first(q_smem, warp_row, 0);
-    u32 q_frag[kQSteps][kMFrags][4];
-    const auto load_q = [&](u32 (&a_frag)[kMFrags][4], int k) {
+  const Window16<QTile> q_window = down_first(q_smem, warp_row, 0);
+  u32 q_frag[kQSteps][kMFrags][4];
+  const auto load_q = [&](u32 (&a_frag)[kMFrags][4], int k) {
 #pragma unroll
-      for (int m = 0; m < kMFrags; ++m) {
-        if constexpr (kQInRegisters) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) a_frag[m][e] = q_frag[k][m][e];
-        } else {
-          ldmatrix_x4(a_frag[m], q_window.at(m * 16, k * 2));
-        }
-      }
-    };
-
-    int stage = 0;
-    bool first = true;
-    while (n >= n_first) {
-      cp_async_wait<0>();
-      sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
+    for (int m = 0; m < kMFrags; ++m) {
       if constexpr (kQInRegisters) {
-        if (first) {
 #pragma unroll
-          for (int k = 0; k < kQSteps; ++k)
-#pragma unroll
-            for (int m = 0; m < kMFrags; ++m) ldmatrix_x4(q_frag[k][m], q_window.at(m * 16, k * 2));
-        }
-      }
-      first = false;
-      if constexpr (kHasMask) hidden = next_hidden, mask_bits = next_mask_bits;
-      const int n_next = find_block(n - 1);
-      if constexpr (kNumStages == 2) {
-        if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
+        for (int e = 0; e < 4; ++e) a_frag[m][e] = q_frag[k][m][e];
       } else {
-        load_v(n, 0);
+        ldmatrix_x4(a_frag[m], q_window.at(m * 16, k * 2));
       }
-      cp_async_commit();
-      if (n_next >= n_first) fetch_mask(n_next);
-
-      // S = Q K^T
-      float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
-      clear(s_frag);
-      multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
-
-      if constexpr (kNumStages == 1) {
-        cp_async_wait<0>();
-        sync_block();  // V has landed for all; nobody reads K any more
-        if (n_next >= n_first) load_k(n_next, 0);
-        cp_async_commit();
-      }
-
-      if constexpr (kHasBias) {
-        transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
-          return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
-        });
-        sync_warp();  // all lanes have read the warp's rows of the bias
-        if (n_next >= n_first) load_next_bias(n_next);
-        cp_async_commit();
-      } else if constexpr (kTransformsScores) {
-        transform(s_frag, p, sequence, scores, i_first, n * kBlockN + j_lane);
-      }
-      const bool bounded = keys.needs_mask(n);
-      if (bounded || hidden) {
-        u32 non_finite = 0;
-        if constexpr (kHasBounds || kHasMask) {
-          if (careful) non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
-          if (!bounded && non_finite != 0) blot_out(s_frag, non_finite);
-        }
-        if (bounded) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
-        if (hidden) apply_mask_bits(s_frag, mask_bits);
-      }
-
-      // P = exp2(S - row_max), O rescaled
-      softmax.update(s_frag, out_frag, scale_log2);
-      if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
-
-      // O += P V
-      multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
-                             down_first(v_smem(stage), 0, 0));
-      if constexpr (kNumStages == 2) stage ^= 1;
-      n = n_next;
     }
-    if constexpr (!kHasBounds && !kHasMask) break;
-    if (careful || !sync_block_or(any_non_finite(out_frag))) break;
+  };
+
+  while (n >= n_first) {
+    cp_async_wait<0>();
+    sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
+    if constexpr (kQInRegisters) {
+      if (first) {
+#pragma unroll
+        for (int k = 0; k < kQSteps; ++k)
+#pragma unroll
+          for (int m = 0; m < kMFrags; ++m) ldmatrix_x4(q_frag[k][m], q_window.at(m * 16, k * 2));
+      }
+    }
+    first = false;
+    if constexpr (kHasMask) hidden = next_hidden, mask_bits = next_mask_bits;
+    const int n_next = find_block(n - 1);
+    if constexpr (kNumStages == 2) {
+      if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
+    } else {
+      load_v(n, 0);
+    }
+    cp_async_commit();
+    if (n_next >= n_first) fetch_mask(n_next);
+
+    // S = Q K^T
+    float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
+    clear(s_frag);
+    multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+
+    if constexpr (kNumStages == 1) {
+      cp_async_wait<0>();
+      sync_block();  // V has landed for all; nobody reads K any more
+      if (n_next >= n_first) load_k(n_next, 0);
+      cp_async_commit();
+    }
+
+    if constexpr (kTransformsScores)
+      transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
+        return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
+      });
+    if constexpr (kHasBias) {
+      sync_warp();  // all lanes have read the warp's rows of the bias
+      if (n_next >= n_first) load_next_bias(n_next);
+      cp_async_commit();
+    }
+    const bool bounded = keys.needs_mask(n);
+    if (bounded || hidden) {
+      u32 non_finite = 0;
+      if constexpr (kHasBounds || kHasMask) {
+        if (careful) non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
+        if (!bounded && non_finite != 0) blot_out(s_frag, non_finite);
+      }
+      if (bounded) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+      if (hidden) apply_mask_bits(s_frag, mask_bits);
+    }
+
+    // P = exp2(S - row_max), O rescaled
+    softmax.update(s_frag, out_frag, scale_log2);
+    if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
+
+    // O += P V
+    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
+                           down_first(v_smem(stage), 0, 0));
+    if constexpr (kNumStages == 2) stage ^= 1;
+    n = n_next;
+    if constexpr (kHasBounds || kHasMask) {
+      if (n < n_first && !careful && sync_block_or(any_non_finite(out_frag))) careful = true, begin();
+    }
   }
 
   float sink_log2 = negative_infinity();
