@@ -115,10 +115,11 @@ DEVICE void transform(float (&s_frag)[kM][kN][4], const Params& p, const Sequenc
 
 // ---- dropout ----
 
-// Philox4x32-10. One call decides the four elements (i & ~8 | {0, 8}, j & ~1 | {0, 1}) of a sequence and head.
+// Philox4x32-7 (Salmon et al., SC 2011: the fewest rounds that pass BigCrush). One call decides the eight elements
+// (i & ~8 | {0, 8}, j & ~9 | {0, 1, 8, 9}) of a sequence and head, 16 bits each: word 2 (i >> 3 & 1) + (j & 1), upper half if j & 8.
 DEVICE U32x4 philox(U32x4 counter, u32 key_low, u32 key_high) {
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const u64 product_x = (u64)0xD2511F53u * counter.x, product_z = (u64)0xCD9E8D57u * counter.z;
     counter = {(u32)(product_z >> 32) ^ counter.y ^ key_low, (u32)product_z,
                (u32)(product_x >> 32) ^ counter.w ^ key_high, (u32)product_x};
@@ -130,11 +131,12 @@ DEVICE U32x4 philox(U32x4 counter, u32 key_low, u32 key_high) {
 
 struct Dropout {
   u32 key_low, key_high, row, offset;
-  u32 threshold;  // an element is kept if its word is not below
+  u32 threshold;  // an element is kept if its 16 bits are not below, both taken as the upper half of a word
   float keep;     // 1 / (1 - dropout_p)
   DEVICE U32x4 words(int i, int j) const {
-    return philox({(u32)j >> 1, (((u32)i >> 4) << 3) | ((u32)i & 7), row, offset}, key_low, key_high);
+    return philox({(((u32)j >> 4) << 2) | ((u32)j >> 1 & 3), (((u32)i >> 4) << 3) | ((u32)i & 7), row, offset}, key_low, key_high);
   }
+  DEVICE bool keeps(u32 word, bool upper) const { return (upper ? word : word << 16) >= threshold; }
 };
 
 DEVICE Dropout dropout_of(const Params& p, int batch, int head) {
@@ -142,45 +144,54 @@ DEVICE Dropout dropout_of(const Params& p, int batch, int head) {
   dropout.keep = 1.f;
   if constexpr (kHasDropout) {
     const u64 seed = ld_global(p.rng_state), offset = ld_global(p.rng_state + 1);
-    const double threshold = (double)p.dropout_p * 4294967296.0;
+    const u32 steps = (u32)(p.dropout_p * 65536.f + 0.5f);
     dropout = {(u32)seed, (u32)(seed >> 32), (u32)(batch * p.num_heads_q + head), (u32)offset,
-               threshold >= 4294967295.0 ? 0xffffffffu : (u32)threshold, p.dropout_p < 1.f ? 1.f / (1.f - p.dropout_p) : 0.f};
+               (steps > 65535u ? 65535u : steps) << 16, p.dropout_p < 1.f ? 1.f / (1.f - p.dropout_p) : 0.f};
   }
   return dropout;
 }
 
-// Dropped elements of C fragments [16 kM queries x 8 kN keys] -> 0; the factor `keep` is left to the end.
+// Dropped elements of C fragments [16 kM queries x 8 kN keys] -> 0; the factor `keep` is left to the end. (i, j) is this thread's
+// first element, of a tile that begins at a multiple of 16 both ways.
 template <int kM, int kN>
 DEVICE void drop(float (&p_frag)[kM][kN][4], const Dropout& dropout, int i, int j) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+    for (int n = 0; n < kN; n += 2) {
       const U32x4 words = dropout.words(i + m * 16, j + n * 8);
-      if (words.x < dropout.threshold) p_frag[m][n][0] = 0.f;
-      if (words.y < dropout.threshold) p_frag[m][n][1] = 0.f;
-      if (words.z < dropout.threshold) p_frag[m][n][2] = 0.f;
-      if (words.w < dropout.threshold) p_frag[m][n][3] = 0.f;
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        float(&p)[4] = p_frag[m][n + upper];
+        if (!dropout.keeps(words.x, upper)) p[0] = 0.f;
+        if (!dropout.keeps(words.y, upper)) p[1] = 0.f;
+        if (!dropout.keeps(words.z, upper)) p[2] = 0.f;
+        if (!dropout.keeps(words.w, upper)) p[3] = 0.f;
+      }
     }
 }
 
 // The same for fragments with keys down and queries across: bits[key] >> (2 n + query) & 1 where an element is kept. (i, j) is this
-// thread's first element; i is even. Two lanes 4 apart hold neighbouring keys and need the same calls: each makes one of two.
+// thread's first element. Two lanes 4 apart hold neighbouring keys and need the same calls: each makes one of two.
 template <int kM, int kN> DEVICE void kept_transposed(u32 (&bits)[kM][2], const Dropout& dropout, int i, int j) {
   const u32 odd = j & 1;
 #pragma unroll
-  for (int m = 0; m < kM; ++m)
+  for (int m = 0; m < kM; ++m) {
+    bits[m][0] = bits[m][1] = 0;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 kept = 0;
+    for (int n = 0; n < kN; n += 2) {
+      const U32x4 words = dropout.words(i + n * 8 + odd, j + m * 16);
+      // bits 0 and 2: queries of fragments n and n + 1 beside the key of the first half; 16 and 18: of the second
+      u32 even_key = 0, odd_key = 0;
 #pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        const U32x4 words = dropout.words(i + n * 8 + odd, j + m * 16 + half * 8);
-        const u32 even_key = (u32)(words.x >= dropout.threshold) | (u32)(words.z >= dropout.threshold) << 2;
-        const u32 odd_key = (u32)(words.y >= dropout.threshold) | (u32)(words.w >= dropout.threshold) << 2;
-        const u32 mine = odd ? odd_key : even_key, theirs = shfl_xor(odd ? even_key : odd_key, 4);
-        kept |= (mine << odd | theirs << (odd ^ 1)) << (2 * n);
+      for (int upper = 0; upper < 2; ++upper) {
+        even_key |= ((u32)dropout.keeps(words.x, upper) | (u32)dropout.keeps(words.z, upper) << 2) << (16 * upper);
+        odd_key |= ((u32)dropout.keeps(words.y, upper) | (u32)dropout.keeps(words.w, upper) << 2) << (16 * upper);
       }
-      bits[m][half] = kept;
+      const u32 mine = odd ? odd_key : even_key, theirs = shfl_xor(odd ? even_key : odd_key, 4);
+      const u32 kept = mine << odd | theirs << (odd ^ 1);
+      bits[m][0] |= (kept & 0xffffu) << (2 * n);
+      bits[m][1] |= (kept >> 16) << (2 * n);
     }
+  }
 }
