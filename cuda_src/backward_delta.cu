@@ -39,8 +39,10 @@ KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
     const int i = first + row;
     const bool valid = i < sequence.q_length;
     float sum = 0.f;
-    if (valid && chunk * 8 < p.head_dim_v)
-      sum = dot(ld_global((const U32x4*)(out.from(i).first + chunk * 8)), ld_global((const U32x4*)(dout.from(i).first + chunk * 8)));
+#pragma unroll
+    for (int c = chunk; c < kChunks; c += kLanes)
+      if (valid && c * 8 < p.head_dim_v)
+        sum += dot(ld_global((const U32x4*)(out.from(i).first + c * 8)), ld_global((const U32x4*)(dout.from(i).first + c * 8)));
 #pragma unroll
     for (int lanes = kLanes / 2; lanes > 0; lanes >>= 1) sum += shfl_xor(sum, lanes);
     if (valid && chunk == 0) {

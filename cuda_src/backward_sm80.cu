@@ -40,6 +40,12 @@ constexpr int kDqWarpsM = dq_fits(kBlockM / 32) ? kBlockM / 32 : dq_fits(kBlockM
 constexpr int kDqWarpsN = kNumWarps / kDqWarpsM;
 constexpr int kDqRowFrags = kBlockM / 16 / kDqWarpsM, kDqColumnFrags = kHeadDim / 8 / kDqWarpsN;
 static_assert(dq_fits(kDqWarpsM), "warps share out dQ evenly");
+// Pairs of column fragments, so many at a time that their sums fit 64 registers beside dK and dV.
+constexpr int kDqPairs = kDqColumnFrags / 2;
+constexpr int dq_passes(int passes) {
+  return kDqPairs % passes == 0 && kDqRowFrags * kDqPairs / passes * 8 <= 64 ? passes : dq_passes(passes + 1);
+}
+constexpr int kDqPasses = dq_passes(1), kPassPairs = kDqPairs / kDqPasses;
 
 // Shared memory: K | V (later dK | dV) | Q stages | dO stages | dS^T | P^T (kSplit 2) | bias | statistics of the query block
 constexpr int kVOffset = KTile::kBytes, kQOffset = kVOffset + VTile::kBytes;
@@ -351,21 +357,24 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
 
     // dQ += dS K
     const int dq_m = warp_index() / kDqWarpsN * kDqRowFrags, dq_n = warp_index() % kDqWarpsN;
-    float dq_frag[kDqRowFrags][kDqColumnFrags][4];
-    clear(dq_frag);
     const Window16<ScoreTile> ds_columns = right_first(ds_smem, 0, 0);
-    multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) {
-#pragma unroll
-      for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(a_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
-    }, down_first(k_smem, 0, dq_n * 2));
     float* dq_accum = p.dq_accum + query_block_offset(p, sequence, head, block.m_block) * (kBlockM * kHeadDim);
+#pragma unroll 1
+    for (int pair = 0; pair < kDqPairs; pair += kPassPairs) {
+      float dq_frag[kDqRowFrags][kPassPairs * 2][4];
+      clear(dq_frag);
+      multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) {
 #pragma unroll
-    for (int m = 0; m < kDqRowFrags; ++m)
+        for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(a_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
+      }, down_first(k_smem, 0, (pair * kDqWarpsN + dq_n) * 2));
 #pragma unroll
-      for (int n = 0; n < kDqColumnFrags; ++n) {
-        const int column = ((n >> 1) * kDqWarpsN + dq_n) * 2 + (n & 1);
-        add_fragment(dq_accum + ((dq_m + m) * (kHeadDim / 8) + column) * 128, dq_frag[m][n]);
-      }
+      for (int m = 0; m < kDqRowFrags; ++m)
+#pragma unroll
+        for (int n = 0; n < kPassPairs * 2; ++n) {
+          const int column = ((pair + (n >> 1)) * kDqWarpsN + dq_n) * 2 + (n & 1);
+          add_fragment(dq_accum + ((dq_m + m) * (kHeadDim / 8) + column) * 128, dq_frag[m][n]);
+        }
+    }
 
     if constexpr (kNumStages == 2) stage ^= 1;
     before = block;

@@ -1,18 +1,21 @@
 // Attention forward: out = softmax(scores of q k^T) v and logsumexp, one block of kBlockM query rows per CTA.
 // Assumes unit last strides, 16-byte aligned rows, head_dim and head_dim_v multiples of 8, softmax_scale > 0.
 // Stores out [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
-// Grid: m_blocks * num_heads_q * batch; kNumWarps warps, each owning kBlockM / kNumWarps rows.
+// Grid: kVParts * m_blocks * num_heads_q * batch; kNumWarps warps, each owning kBlockM / kNumWarps rows.
+// Where all columns of V do not fit a warp's registers, kVParts CTAs share a query block: each computes its scores, and its own
+// columns of out.
 #include "bias.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
 
 using QTile = Tile<kBlockM, kHeadDim>;
 using KTile = Tile<kBlockN, kHeadDim>;
-using VTile = Tile<kBlockN, kHeadDimV>;
-using OutTile = Tile<kBlockM, kHeadDimV>;
+constexpr int kVParts = kHeadDimV > 256 ? 2 : 1, kPartV = kHeadDimV / kVParts;
+using VTile = Tile<kBlockN, kPartV>;
+using OutTile = Tile<kBlockM, kPartV>;
 
 constexpr int kRowsPerWarp = kBlockM / kNumWarps;
-constexpr int kMFrags = QueriesDown::kM, kNFrags = QueriesDown::kN, kOutFrags = kHeadDimV / 8;
+constexpr int kMFrags = QueriesDown::kM, kNFrags = QueriesDown::kN, kOutFrags = kPartV / 8;
 static_assert(kRowsPerWarp % 16 == 0 && kBlockN % 16 == 0 && (kNumStages == 1 || kNumStages == 2), "tile shape");
 
 // Shared memory: Q | K stages | V stages | bias, later out over all of it | scratch of mask.cuh
@@ -22,13 +25,15 @@ constexpr int kScratchOffset = kTilesEnd > OutTile::kBytes ? kTilesEnd : OutTile
 constexpr int kSharedMemory = kScratchOffset + kBlockKeysBytes;
 
 // Q stays in registers where S, O and Q leave room beside the addresses; else it is read from shared memory every time.
-constexpr int kAccumulators = kMFrags * (kBlockN + kHeadDimV) / 2;
+constexpr int kAccumulators = kMFrags * (kBlockN + kPartV) / 2;
 constexpr bool kQInRegisters = kAccumulators + kMFrags * kHeadDim / 4 <= 168;
 constexpr int kQSteps = kQInRegisters ? kHeadDim / 16 : 1;
 
 KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
-  const Position position = kHasWindow ? longest_first<kL2Bytes>(p, block_index()) : position_of(block_index(), p.m_blocks, p.num_heads_q);
+  const u32 index = block_index() / kVParts;
+  const int first_v = (int)(block_index() % kVParts) * kPartV;
+  const Position position = kHasWindow ? longest_first<kL2Bytes>(p, index) : position_of(index, p.m_blocks, p.num_heads_q);
   const int m_block = position.block, head = position.head;
   const Sequence sequence = sequence_of(p, position.batch);
   if (m_block * kBlockM >= sequence.q_length) return;
@@ -39,7 +44,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const int n_first = keys.any.begin / kBlockN, n_last = ceil_div(keys.any.end, kBlockN) - 1;
 
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
-  const Rows<const u16> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head);
+  const Rows<const u16> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head).columns_from(first_v);
   const int q_rows = sequence.q_length - m_block * kBlockM;
 
   const auto k_smem = [&](int stage) { return KTile{smem + kKOffset + stage * KTile::kBytes}; };
@@ -51,7 +56,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   };
   const auto load_v = [&](int n, int stage) {
     const int first = n * kBlockN;
-    load_tile(v_smem(stage), v_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim_v);
+    load_tile(v_smem(stage), v_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim_v - first_v);
   };
 
   // This thread's first element of a C fragment
@@ -89,7 +94,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     }
   };
 
-  float out_frag[kMFrags][kOutFrags][4];  // [rows of the warp, kHeadDimV]
+  float out_frag[kMFrags][kOutFrags][4];  // [rows of the warp, kPartV]
   OnlineSoftmax<kMFrags> softmax;
   // NaN and Inf in V behind a mask are taken out only when they have shown in out: then the block is computed once more, with care.
   bool careful = false, first = true;
@@ -204,12 +209,12 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = i_first + m * 16 + half * 8;
-      if (p.logsumexp && j_lane == 0 && i < sequence.q_length) st_global(logsumexp_ptr + i, logsumexp[m][half]);
+      if (p.logsumexp && first_v == 0 && j_lane == 0 && i < sequence.q_length) st_global(logsumexp_ptr + i, logsumexp[m][half]);
     }
 
   const OutTile out_smem = {smem};
   sync_block();  // out overwrites Q, K and V: nobody reads them any more
   store_accumulators(out_smem, warp_row, 0, out_frag);
   sync_block();  // all of out is in shared memory
-  store_tile(out_smem, out_of(p, sequence, head).from(m_block * kBlockM), q_rows, p.head_dim_v);
+  store_tile(out_smem, out_of(p, sequence, head).columns_from(first_v).from(m_block * kBlockM), q_rows, p.head_dim_v - first_v);
 }

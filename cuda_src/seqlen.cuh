@@ -51,6 +51,7 @@ template <class T> struct Rows {
   T* first;
   i64 stride;
   DEVICE Rows from(int row) const { return {first + row * stride, stride}; }
+  DEVICE Rows columns_from(int column) const { return {first + column, stride}; }
 };
 
 template <class T>

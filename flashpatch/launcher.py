@@ -17,7 +17,7 @@ import torch
 
 from . import compiler, emulator, tensor_maps
 from .call import TENSORS, Call
-from .planning import shared_memory
+from .planning import shared_memory, value_parts
 from .problem import Config, Device, Plan, Reason
 
 POINTERS = (
@@ -132,7 +132,7 @@ class Forward:
         self.new_statistics = torch.empty(1, dtype=torch.float32, device=q.device).expand(_statistics_shape(q, call))
         self.plain, self.varlen = call.is_plain(), call.cu_seqlens_q is not None
         shapes = _Shapes(plan.config, q, k, call)
-        self.blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
+        self.blocks = value_parts(plan.config) * shapes.m_blocks * q.shape[-2] * shapes.batch
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.mask = _PackedMask(plan, shapes, call) if plan.config.has_mask else None

@@ -85,12 +85,17 @@ class Matrix:
     # (generation, direction, dtype, head_dim, feature) -> reason
     unsupported: dict[tuple[str, str, str, int, str], str]
     excludes: tuple[tuple[frozenset[str], frozenset[str], str], ...]  # (features together, directions, reason)
-    head_dims: tuple[int, ...]
+    head_dims: tuple[int, ...]  # of q and k
+    head_dims_v: tuple[int, ...]
     tiles: dict[str, dict[int, tuple[dict, ...]]]
 
     def bucket(self, head_dim: int) -> int | None:
         """The smallest padded head dim that holds `head_dim`."""
         return next((bucket for bucket in self.head_dims if head_dim <= bucket), None)
+
+    def bucket_v(self, head_dim_v: int) -> int | None:
+        """The same for the head dim of v, of which fewer sizes are compiled."""
+        return next((bucket for bucket in self.head_dims_v if head_dim_v <= bucket), None)
 
     def cell(self, kernel: str, generation: str, dtype: str, head_dim: int, feature: str) -> Cell | None:
         return self.cells.get((kernel, generation, dtype, head_dim, feature))
@@ -136,6 +141,7 @@ def load_matrix(data: dict) -> Matrix:
             for entry in data.get("excludes", ())
         ),
         head_dims=head_dims,
+        head_dims_v=tuple(data.get("head_dims_v", head_dims)),
         tiles={
             kernel: {head_dim: tuple(tiles) for head_dim, tiles in table.items()}
             for kernel, table in data["tiles"].items()
@@ -267,12 +273,14 @@ def resolve(problem: Problem, device: Device, kernels: Collection[str] | None = 
 
 def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], tuple[int, int]]:
     reasons, buckets = [], []
-    for label, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        bucket = matrix.bucket(size)
+    for label, size, bucket, sizes in (
+        ("head_dim", problem.head_dim, matrix.bucket(problem.head_dim), matrix.head_dims),
+        ("head_dim_v", problem.head_dim_v, matrix.bucket_v(problem.head_dim_v), matrix.head_dims_v),
+    ):
         if size % 8 or size == 0:
             reasons.append(Reason("head_dim", f"{label} {size} is not a multiple of 8"))
         elif bucket is None:
-            reasons.append(Reason("head_dim", f"{label} {size} is above {max(matrix.head_dims)}, the largest compiled"))
+            reasons.append(Reason("head_dim", f"{label} {size} is above {max(sizes)}, the largest compiled"))
         buckets.append(bucket or 0)
     return reasons, (buckets[0], buckets[1])
 
@@ -359,11 +367,17 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     return None
 
 
+def value_parts(config: Config) -> int:
+    """Blocks that share the columns of out of one query block, as forward_sm80.cu's kVParts has it."""
+    return 2 if config.kernel == "forward_sm80" and config.head_dim_v > 256 else 1
+
+
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
     bias = m * n * (4 if config.wide_bias else 2) if config.has_bias else 0
     if config.kernel == "forward_sm80":
+        dv //= value_parts(config)
         tiles = 2 * (m * d + stages * n * (d + dv)) + bias
         return max(tiles, 2 * m * dv) + 16 * config.num_warps
     if config.kernel == "backward_sm80":
