@@ -185,7 +185,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int j = j_first + m * 16 + half * 8;
-            if (!queries_of(sequence, j).holds(i) || !keys.holds(j)) bits.hide(m, half, n, e);
+            if (!(kHasKeyRanges ? keys.holds(j) : queries_of(sequence, j).holds(i))) bits.hide(m, half, n, e);
           }
       }
   };
@@ -296,9 +296,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               if constexpr (mask.kOn) {
                 bool visible;
                 if constexpr (kHasMask) visible = mask_bits.at(m, half, part + n, e & 1);
+                else if constexpr (kHasKeyRanges)  // they are cut to window and lengths
+                  visible = (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
                 else visible = queries_of(sequence, j).holds(i);
-                if constexpr (kHasKeyRanges && !kHasMask)
-                  visible = visible && (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
                 if (non_finite >> (2 * m + half) & 1) s = not_a_number(), dp = not_a_number();
                 s = visible ? s : 0.f;
                 dp = visible ? dp : 0.f;

@@ -47,13 +47,19 @@ DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float
   return x;
 }
 
-// The same for |x| <= kSmallTanh without exp2 and reciprocal, of which a multiprocessor does 16 at a time: an odd polynomial
-// fitted to tanh at Chebyshev points, absolute error near 1e-7.
-constexpr float kSmallTanh = 0.75f;
-DEVICE float small_tanh(float x) {
-  const float w = x * x;
-  const float p = ((((-0.00472395215f * w + 0.0195937864f) * w - 0.053349819f) * w + 0.133255154f) * w - 0.333329678f) * w;
-  return p * x + x;
+// Softcap of scores whose tanh has an argument of at most kSmallTanh, without exp2 and reciprocal: c tanh(a x) as an odd
+// polynomial in x, fitted to tanh at Chebyshev points; absolute error near 1e-7 c.
+constexpr float kSmallTanh = 0.4f, kTanh1 = 0.999999881f, kTanh3 = -0.333313733f, kTanh5 = 0.13271156f, kTanh7 = -0.0475610755f;
+struct SmallSoftcap {
+  float c1, c3, c5, c7;
+  DEVICE float operator()(float x) const {
+    const float w = x * x;
+    return x * (c1 + w * (c3 + w * (c5 + w * c7)));
+  }
+};
+DEVICE SmallSoftcap small_softcap(float softcap, float argument) {
+  const float square = argument * argument, first = softcap * argument;
+  return {first * kTanh1, first * square * kTanh3, first * square * square * kTanh5, first * square * square * square * kTanh7};
 }
 
 // Scores of C fragments [16 kM queries x 8 kN keys] in place; (i, j) is this thread's first element. bias_of(m, half, n) is the
@@ -61,7 +67,8 @@ DEVICE float small_tanh(float x) {
 template <bool kSmall, int kM, int kN, class BiasOf>
 DEVICE void transform_fragments(float (&s_frag)[kM][kN][4], const Sequence& s, const Scores& scores, int i, int j,
                                 const BiasOf& bias_of) {
-  const float tanh_scale = scores.tanh_log2 * (kLn2 / 2.f), distance = (float)(i + s.diagonal - j);
+  const float distance = (float)(i + s.diagonal - j);
+  const SmallSoftcap small = small_softcap(scores.softcap_log2, scores.tanh_log2 * (kLn2 / 2.f));
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -73,7 +80,7 @@ DEVICE void transform_fragments(float (&s_frag)[kM][kN][4], const Sequence& s, c
         for (int e = 0; e < 2; ++e) {
           float& score = s_frag[m][n][half * 2 + e];
           if constexpr (kHasSoftcap)
-            score = scores.softcap_log2 * (kSmall ? small_tanh(score * tanh_scale) : tanh_of(score * scores.tanh_log2));
+            score = kSmall ? small(score) : scores.softcap_log2 * tanh_of(score * scores.tanh_log2);
           else
             score *= scores.scale_log2;
           if constexpr (kHasAlibi) score -= scores.slope_log2 * fabsf(distance + (float)(m * 16 + half * 8 - n * 8 - e));
