@@ -135,18 +135,13 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       if (b.head == group || m_blocks.begin >= m_blocks.end) { b.head = group; break; }
       const int first = b.m_block * kBlockM, last = smaller(first + kBlockM, sequence.q_length) - 1;
       bool visible = true;
+      const Span top = window_of(sequence, first), bottom = window_of(sequence, last);
+      next_masked = bottom.begin > first_key || top.end < first_key + kBlockN;
       if constexpr (kHasKeyRanges) {
-        bool sees = false, misses = false;
-        if (const int i = first + thread_index(); thread_index() < kBlockM && i <= last) {
-          const Span keys = keys_of(p, sequence, i);
-          sees = larger(keys.begin, first_key) < smaller(keys.end, first_key + kBlockN);
-          misses = keys.begin > first_key || keys.end < first_key + kBlockN;
-        }
-        visible = sync_block_or(sees);
-        next_masked = sync_block_or(misses);
-      } else {
-        const Span top = keys_of(p, sequence, first), bottom = keys_of(p, sequence, last);
-        next_masked = bottom.begin > first_key || top.end < first_key + kBlockN;
+        const U32x4 hull = ld_global((const U32x4*)p.key_hulls + ((i64)position.batch * p.m_blocks + b.m_block));
+        const Span any = {(int)hull.x, (int)hull.y}, all = {(int)hull.z, (int)hull.w};
+        visible = larger(any.begin, first_key) < smaller(any.end, first_key + kBlockN);
+        next_masked = next_masked || all.begin > first_key || all.end < first_key + kBlockN;
       }
       if constexpr (kHasMask) {
         if (mask_head != b.head) mask_tiles.open(p, position.batch, position.head * group + (mask_head = b.head), n_block);

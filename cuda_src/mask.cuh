@@ -22,13 +22,19 @@ struct Span {
   DEVICE bool holds(int i) const { return i >= begin && i < end; }
 };
 
-// Keys row i sees, the boolean mask aside.
-DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
+// Keys row i sees by window and lengths.
+DEVICE Span window_of(const Sequence& s, int i) {
   Span keys = {0, s.k_length};
   if constexpr (kHasWindow) {
     if (s.window_left >= 0) keys.begin = larger(keys.begin, i + s.diagonal - s.window_left);
     if (s.window_right >= 0) keys.end = smaller(keys.end, i + s.diagonal + s.window_right + 1);
   }
+  return keys;
+}
+
+// Keys row i sees, the boolean mask aside.
+DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
+  Span keys = window_of(s, i);
   if constexpr (kHasKeyRanges) {
     const i32* range = p.key_ranges + (s.batch * p.key_ranges_stride_batch + i * p.key_ranges_stride_row);
     keys.begin = larger(keys.begin, ld_global(range));

@@ -38,6 +38,8 @@ struct Params {
   u32* mask_bits;             // the mask packed tile by tile, see mask_tiles.cuh
   u8* mask_flags;             // what each of those tiles holds
   float* dbias_accum;         // fp32 gradient of bias in fragment order, zeroed, see bias.cuh
+  i32* key_hulls;             // backward with key_ranges: [batch, m_blocks, 4], first key and end of what some row of a block of
+                              // kBlockM queries sees, then of what all of them see
   i64 q_stride_batch, q_stride_row, q_stride_head;
   i64 k_stride_batch, k_stride_row, k_stride_head;
   i64 v_stride_batch, v_stride_row, v_stride_head;

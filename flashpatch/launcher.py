@@ -23,7 +23,7 @@ from .problem import Config, Device, Plan, Reason
 POINTERS = (
     "q", "k", "v", "out", "logsumexp", "dout", "dq", "dk", "dv", "dlogsumexp", "delta", "dq_accum", "dq_turns",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "dbias", "alibi_slopes", "sinks",
-    "rng_state", "mask_bits", "mask_flags", "dbias_accum",
+    "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls",
 )  # fmt: skip
 STRIDES = (
     *(
@@ -186,7 +186,7 @@ class Backward:
     and one after (dq from fp32); with a mask one more before, with a gradient of the bias one more after."""
 
     __slots__ = (
-        "after", "before", "bias", "kernel", "key_blocks", "mask", "new", "new_workspace", "plan", "query_blocks",
+        "after", "before", "bias", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "plan", "query_blocks",
         "ragged", "readable", "rest", "turns", "varlen",
     )  # fmt: skip
 
@@ -217,6 +217,7 @@ class Backward:
         self.before = kernels.get("backward_delta") or kernels["backward_prepare_sm90"]
         self.after = kernels.get("backward_dq") or kernels["backward_finish_sm90"]
         self.mask = _PackedMask(plan, shapes, call) if config.has_mask else None
+        self.hulls = (shapes.batch, shapes.m_blocks, 4) if config.has_key_ranges else None
         wanted = config.has_bias and call.bias_gradient
         self.bias = _BiasGradient(plan, shapes, q, k, call) if wanted else None
 
@@ -251,7 +252,8 @@ class Backward:
             dlogsumexp = dlogsumexp.contiguous()
         tensors = (q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum, dq_turns)
         optional = call.pointers()
-        own = (*packed_mask, dbias_accum)
+        hulls = None if self.hulls is None else torch.empty(self.hulls, dtype=torch.int32, device=q.device)
+        own = (*packed_mask, dbias_accum, hulls)
         addresses = (*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:], *map(_address, own))
         params = _POINTERS.pack(*addresses) + self.rest
         tensors = (*tensors, dbias, *own)
@@ -318,7 +320,7 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
 def _optional_pointers(call: Call, mask_bits=None, mask_flags=None) -> bytes:
     """The pointers of a forward's Params after logsumexp: none of the backward's, the call's own tensors, the mask packed."""
     optional, packed = call.pointers(), (_address(mask_bits), _address(mask_flags))
-    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0)
+    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0, 0)
 
 
 class _PackedMask:
