@@ -23,7 +23,7 @@ def test_every_claim_resolves_to_a_kernel_that_fits(device):
     """A supported cell is a Plan within the GPU's shared memory; an unsupported one is a Decline with its reason."""
     for direction, dtype, head_dim, feature in itertools.product(DIRECTIONS, DTYPES, MATRIX.head_dims, MATRIX.features):
         asked = frozenset() if feature == "plain" else frozenset({feature})
-        answer = resolve(Problem(direction, dtype, head_dim, head_dim, asked), device)
+        answer = resolve(Problem(direction, dtype, head_dim, min(head_dim, max(MATRIX.head_dims_v)), asked), device)
         key = (device.generation, direction, dtype, head_dim, feature)
         if key in MATRIX.unsupported:
             assert isinstance(answer, Decline) and answer.reasons, key
@@ -43,8 +43,9 @@ def test_head_dims_above_64_still_fit_small_gpus(device):
     if device.generation in ("volta", "turing"):
         pytest.skip("no kernels there")
     for direction, head_dim in itertools.product(DIRECTIONS, MATRIX.head_dims):
-        answer = resolve(Problem(direction, "bfloat16", head_dim, head_dim), device)
-        assert isinstance(answer, Plan), str(answer)
+        if head_dim <= 256:  # above, smaller GPUs decline by name
+            answer = resolve(Problem(direction, "bfloat16", head_dim, head_dim), device)
+            assert isinstance(answer, Plan), str(answer)
 
 
 def test_all_reasons_at_once_and_what_would_run():

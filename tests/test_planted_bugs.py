@@ -41,6 +41,7 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     num_stages: int = 2
     num_warps: int = 2
+    tile: tuple[int, int] = (32, 32)
     deterministic: bool = False
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -63,7 +64,7 @@ class Case:
         elif self.kernel == "backward_wide_sm90":
             tile = (64, 64, 12)
         else:
-            tile = (32, 32, self.num_warps)
+            tile = (*self.tile, self.num_warps)
         head_dims = (planning.support().bucket(size) for size in (self.head_dim, self.head_dim_v))
         return Config(
             self.kernel,
@@ -101,6 +102,8 @@ GROWING = forward(growing=True, dtype=torch.float16, seqlen_k=160)
 WIDE_V = forward(head_dim=32, head_dim_v=64)
 HUGE = forward(huge_rows=True, batch=1, heads=1, heads_kv=1, seqlen_q=70)
 SCORES = forward(softcap=4.0, features=("bias", "alibi", "sinks"))
+SMALL_SCORES = forward(softcap=60.0)
+LARGE = forward(head_dim=64, head_dim_v=504, batch=1, heads=1, heads_kv=1, num_stages=1)
 RANGES = forward(features=("key_ranges", "sinks", "nan"))
 MASK = forward(features=("mask", "nan"))
 MASK_OF_HEADS = forward(features=("mask", "mask_of_heads"))
@@ -115,6 +118,10 @@ BACKWARD_SPLIT = backward(num_warps=4, head_dim=64, head_dim_v=64)
 BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
 BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
+BACKWARD_RANGES = backward(features=("key_ranges",))
+BACKWARD_LARGE = backward(
+    head_dim=504, head_dim_v=504, batch=1, heads=1, heads_kv=1, num_stages=1, num_warps=8, tile=(64, 32)
+)
 BACKWARD_MASK_OF_HEADS = backward(features=("mask", "mask_of_heads"))
 BACKWARD_MASK_LONG = backward(features=("mask", "mask_holes"), batch=1, heads=1, heads_kv=1, seqlen_q=200)
 BACKWARD_WIDE_BIAS = backward(features=("wide_bias",))
@@ -394,6 +401,8 @@ BUGS = [
     Bug("seqlen.cuh", "32-bit offset", "first + row * stride", "first + (i64)(int)((u32)row * (u32)stride)", "HUGE"),
     Bug("forward_sm80.cu", "past the end", "j_lane == 0 && i < sequence.q_length", "j_lane == 0", "PLAIN"),
     Bug("forward_sm80.cu", "stale block", "n_first = keys.any.begin / kBlockN", "n_first = keys.any.begin / kBlockN + 1", "WINDOW"),
+    Bug("forward_sm80.cu", "wrong columns", "v_of(p, sequence, kv_head).columns_from(first_v)", "v_of(p, sequence, kv_head)", "LARGE"),
+    Bug("forward_sm80.cu", "past the end", "keys.any.end - first, p.head_dim_v - first_v);", "keys.any.end - first, p.head_dim_v);", "LARGE"),
     Bug("forward_sm80.cu", "dropped feature", "if constexpr (kHasDropout) drop(", "if constexpr (false) drop(", "DROPOUT"),
     # softmax
     Bug("softmax.cuh", "missing rescale", "row_sum[m][half] *= factor;", "", "GROWING"),
@@ -447,7 +456,12 @@ BUGS = [
     Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "SCORES"),
     Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
     Bug("scores.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
+    Bug("scores.cuh", "wrong half", "(upper ? word : word << 16)", "(upper ? word << 16 : word)", "DROPOUT"),
+    Bug("scores.cuh", "wrong lanes", "odd ? even_key : odd_key, 4)", "odd ? even_key : odd_key, 8)", "BACKWARD_DROPOUT"),
+    Bug("scores.cuh", "beyond its range", "kSmallTanh = 0.4f", "kSmallTanh = 400.f", "SCORES"),
+    Bug("scores.cuh", "wrong polynomial", "first * square * kTanh3", "first * kTanh3", "SMALL_SCORES"),
     # sequences
+    Bug("seqlen.cuh", "overlapping blocks", "s.q_start / kBlockM + s.batch", "s.q_start / kBlockM", "BACKWARD_VARLEN"),
     Bug("seqlen.cuh", "alignment of the diagonal", "s.diagonal = s.k_length - s.q_length;", "s.diagonal = 0;", "CAUSAL"),
     Bug("seqlen.cuh", "keys in use", "smaller(s.k_length, larger(ld_global(p.seqused_k + batch), 0))", "s.k_length", "VARLEN"),
     Bug("seqlen.cuh", "start of a sequence", "s.k_start = begin;", "s.k_start = 0;", "VARLEN"),
@@ -469,6 +483,13 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
+    Bug("backward_sm80.cu", "wrong columns", "(pair * kDqWarpsN + dq_n) * 2)", "dq_n * 2)", "BACKWARD_LARGE"),
+    Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
+    Bug("backward_sm80.cu", "skipped block", "larger(any.begin, first_key) <", "larger(all.begin, first_key) <", "BACKWARD_RANGES"),
+    Bug("backward_sm80.cu", "unmasked block", "next_masked || all.begin > first_key || all.end <", "next_masked || all.end <", "BACKWARD_RANGES"),
+    Bug("backward_delta.cu", "wrong hull", "any_end = larger(any_end, shfl_xor(any_end, lanes));", "", "BACKWARD_RANGES"),
+    Bug("backward_delta.cu", "wrong hull", "all_begin = larger(all_begin, begin);", "", "BACKWARD_RANGES"),
+    Bug("backward_delta.cu", "lost columns", "c < kChunks; c += kLanes", "c < kLanes; c += kLanes", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "missing scale", "scale(dk_frag, p.softmax_scale);", "", "BACKWARD"),
     Bug("backward_sm80.cu", "missing delta", "dp = s * (dp - (e & 1 ? delta.y : delta.x));", "dp = s * dp;", "BACKWARD"),
     Bug("backward_sm80.cu", "logsumexp base", "row_logsumexp = logsumexp * kLog2e", "row_logsumexp = logsumexp", "BACKWARD"),
