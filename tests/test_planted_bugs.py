@@ -50,7 +50,7 @@ class Case:
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
-    )  # of key_ranges, mask, bias, wide_bias, broadcast, alibi, sinks, nan, varlen
+    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen
 
     @property
     def config(self) -> Config:
@@ -119,6 +119,7 @@ BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
 BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
 BACKWARD_RANGES = backward(features=("key_ranges",))
+BACKWARD_LATE = backward(features=("key_ranges", "to_the_end"))
 BACKWARD_LARGE = backward(
     head_dim=504, head_dim_v=504, batch=1, heads=1, heads_kv=1, num_stages=1, num_warps=8, tile=(64, 32)
 )
@@ -196,6 +197,8 @@ def inputs_of(case: Case) -> Inputs:
         )
         keywords["key_ranges"] = ends.sort(-1).values
         keywords["key_ranges"][:, ::7] = 0
+        if "to_the_end" in case.features:
+            keywords["key_ranges"][..., 1] = case.seqlen_k
     if "mask" in case.features:
         mask = torch.rand((case.batch, 1, case.seqlen_q, case.seqlen_k), generator=generator) < 0.4
         mask[:, :, :, 33:64] = False
@@ -452,8 +455,10 @@ BUGS = [
     Bug("mask.cuh", "dropped barrier", "sync_block();  // zeroed", "// zeroed", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "RANGES"),
     # scores
-    Bug("scores.cuh", "sign", "x -= scores.slope_log2", "x += scores.slope_log2", "SCORES"),
-    Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "SCORES"),
+    Bug("scores.cuh", "sign", "x -= scores.slope_log2", "x += scores.slope_log2", "BACKWARD_SCORES"),
+    Bug("scores.cuh", "sign", "score -= scores.slope_log2", "score += scores.slope_log2", "SCORES"),
+    Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "BACKWARD_SCORES"),
+    Bug("scores.cuh", "missing magnitude", "fabsf(distance + ", "(distance + ", "SCORES"),
     Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
     Bug("scores.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
     Bug("scores.cuh", "wrong half", "(upper ? word : word << 16)", "(upper ? word << 16 : word)", "DROPOUT"),
@@ -486,9 +491,9 @@ BUGS = [
     Bug("backward_sm80.cu", "wrong columns", "(pair * kDqWarpsN + dq_n) * 2)", "dq_n * 2)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "skipped block", "larger(any.begin, first_key) <", "larger(all.begin, first_key) <", "BACKWARD_RANGES"),
-    Bug("backward_sm80.cu", "unmasked block", "next_masked || all.begin > first_key || all.end <", "next_masked || all.end <", "BACKWARD_RANGES"),
+    Bug("backward_sm80.cu", "unmasked block", "next_masked || all.begin > first_key || all.end <", "next_masked || all.end <", "BACKWARD_LATE"),
     Bug("backward_delta.cu", "wrong hull", "any_end = larger(any_end, shfl_xor(any_end, lanes));", "", "BACKWARD_RANGES"),
-    Bug("backward_delta.cu", "wrong hull", "all_begin = larger(all_begin, begin);", "", "BACKWARD_RANGES"),
+    Bug("backward_delta.cu", "wrong hull", "all_begin = larger(all_begin, begin);", "", "BACKWARD_LATE"),
     Bug("backward_delta.cu", "lost columns", "c < kChunks; c += kLanes", "c < kLanes; c += kLanes", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "missing scale", "scale(dk_frag, p.softmax_scale);", "", "BACKWARD"),
     Bug("backward_sm80.cu", "missing delta", "dp = s * (dp - (e & 1 ? delta.y : delta.x));", "dp = s * dp;", "BACKWARD"),
