@@ -30,11 +30,16 @@ struct Params {
   const i32* seqused_k;       // [batch] keys in use, or null; causal and window align to it
   const i32* key_ranges;      // [batch, seqlen_q, 2]: row i sees keys begin <= j < end; any batch and row stride, also 0
   const u8* mask;             // [batch, num_heads_q, seqlen_q, seqlen_k] boolean (1 = attend), any strides, also 0
-  const void* bias;           // as mask, in the dtype of q (added after scale and softcap)
-  float* dbias;               // fp32, as bias, zeroed
+  const void* bias;           // as mask, in the dtype of q or fp32 (added after scale and softcap)
+  void* dbias;                // gradient of bias, contiguous; or null: see bias.cuh
   const float* alibi_slopes;  // [num_heads_q] or [batch, num_heads_q] (batch stride 0 or num_heads_q)
   const float* sinks;         // [num_heads_q] logits that join the softmax denominator only
   const u64* rng_state;       // {seed, offset} of Philox, read on the device
+  u32* mask_bits;             // the mask packed tile by tile, see mask_tiles.cuh
+  u8* mask_flags;             // what each of those tiles holds
+  float* dbias_accum;         // fp32 gradient of bias in fragment order, zeroed, see bias.cuh
+  i32* key_hulls;             // backward with key_ranges: [batch, m_blocks, 4], first key and end of what some row of a block of
+                              // kBlockM queries sees, then of what all of them see
   i64 q_stride_batch, q_stride_row, q_stride_head;
   i64 k_stride_batch, k_stride_row, k_stride_head;
   i64 v_stride_batch, v_stride_row, v_stride_head;

@@ -51,6 +51,7 @@ template <class T> struct Rows {
   T* first;
   i64 stride;
   DEVICE Rows from(int row) const { return {first + row * stride, stride}; }
+  DEVICE Rows columns_from(int column) const { return {first + column, stride}; }
 };
 
 template <class T>
@@ -85,9 +86,12 @@ DEVICE Rows<u16> dv_of(const Params& p, const Sequence& s, int head) {
 DEVICE i64 statistics_offset(const Params& p, const Sequence& s, int head) {
   return p.cu_seqlens_q ? head * p.total_q + s.q_start : ((i64)s.batch * p.num_heads_q + head) * p.seqlen_q;
 }
-// Block m of (batch, head) among all query blocks: turns, and dq_accum in units of kBlockM * kHeadDim floats.
-DEVICE i64 query_block_offset(const Params& p, int batch, int head, int m_block) {
-  return ((i64)batch * p.num_heads_q + head) * p.m_blocks + m_block;
+// Block m of a sequence and head among all query blocks: turns, and dq_accum in units of kBlockM * kHeadDim floats.
+// batch * m_blocks query blocks; varlen: total_q / kBlockM + batch, so that short sequences beside a long one take no more than
+// their rows, rounded up.
+DEVICE i64 query_block_offset(const Params& p, const Sequence& s, int head, int m_block) {
+  const i64 first = p.cu_seqlens_q ? s.q_start / kBlockM + s.batch : (i64)s.batch * p.m_blocks;
+  return (first + m_block) * p.num_heads_q + head;
 }
 
 struct Position {

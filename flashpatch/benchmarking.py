@@ -196,7 +196,7 @@ def _bench_shape(shape: Shape, dtype, variants, directions, rounds: int, device)
         order = list(runs)
         random.shuffle(order)
         for key in order:
-            samples[key].append(_time(runs[key][1], device))
+            samples[key].append(milliseconds(runs[key][1], device))
     for key, (timing, _) in runs.items():
         timing.milliseconds = statistics.median(samples[key])
         timing.tflops = shape.flops(timing.direction) / timing.milliseconds / 1e9
@@ -216,7 +216,7 @@ def _runner(variant: str, direction: str, q, k, v, dout, shape: Shape):
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
-def _time(run, device, budget: float = 40.0) -> float:
+def milliseconds(run, device, budget: float = 40.0) -> float:
     """Milliseconds per call: enough calls between two events to fill about `budget` milliseconds."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 

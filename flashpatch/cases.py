@@ -74,6 +74,9 @@ def cases(device: Device, quick: bool = False) -> list[Case]:
             combinations = [*EVERYDAY, *combinations]
         for features in combinations:
             found.append(_case(device, dtype, bucket, features, len(found), padded=len(found) % 3 == 1))
+        if bucket == 512:  # far apart the other way round
+            problem = Problem("forward", dtype, 64, 512, frozenset({"unequal_head_dims"}))
+            found.append(replace(_case(device, dtype, 64, problem.features, len(found), padded=False), problem=problem))
         if bucket == 64:
             problem = _problem(dtype, bucket, frozenset())
             sizes = ((2, 0, 5), (2, 5, 0), (0, 5, 5))  # nothing to ask, nothing to read, nobody there
@@ -119,6 +122,7 @@ def _case(device: Device, dtype: str, bucket: int, features: frozenset[str], num
 
 def _problem(dtype: str, head_dim: int, features: frozenset[str]) -> Problem:
     head_dim_v = max(head_dim * 2 // 3 // 8 * 8, 8) if "unequal_head_dims" in features else head_dim
+    head_dim_v = min(head_dim_v, max(planning.support().head_dims_v))
     return Problem("forward", dtype, head_dim, head_dim_v, features)
 
 
@@ -273,6 +277,11 @@ def _bias(case: Case, draw: _Draw) -> None:
     draw.keywords["bias"] = draw.normal(shape).to(draw.dtype).to(draw.device)
 
 
+def _wide_bias(case: Case, draw: _Draw) -> None:
+    shape = (_batch(case, draw), 1, _longest(case, draw, "q"), _longest(case, draw, "k"))
+    draw.keywords["bias"] = draw.normal(shape).to(draw.device)
+
+
 def _alibi(case: Case, draw: _Draw) -> None:
     draw.keywords["alibi_slopes"] = torch.rand(case.num_heads_q, generator=draw.generator).div(16).to(draw.device)
 
@@ -305,6 +314,7 @@ _FEATURES: dict[str, Callable[[Case, _Draw], None]] = {
     "key_ranges": _key_ranges,
     "mask": _mask,
     "bias": _bias,
+    "wide_bias": _wide_bias,
     "alibi": _alibi,
     "softcap": _softcap,
     "sinks": _sinks,

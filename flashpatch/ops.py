@@ -71,8 +71,11 @@ def expanded(call: Call, q, k) -> Call:
         batch, seqlen_q, heads, _ = q.shape
         shape = (batch, heads, seqlen_q, k.shape[1])
         if call.bias is not None:
-            # contiguous, because kernels write its gradient in the strides of the bias
-            call.bias = call.bias.contiguous().expand(shape)
+            # a gradient has all elements of a bias that came expanded; and rows in one piece are read fastest
+            given = call.bias
+            repeated = given.requires_grad and 0 in given.stride()
+            scattered = given.stride(-1) != 1 and given.shape[-1] > 1
+            call.bias = (given.contiguous() if repeated or scattered else given).expand(shape)
         if call.mask is not None:
             call.mask = call.mask.expand(shape)
         if call.key_ranges is not None:
@@ -164,12 +167,14 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         inputs = (dout, dlogsumexp, q, k, v, out, logsumexp)
+        call.bias_gradient = ctx.needs_input_grad[3]
         if traced:
             gradients = _backward_op(*inputs, *_flat(call), strict, layer)
         else:
             gradients = execution.backward(*inputs, call, layer, strict)
         dq, dk, dv, dbias, dsinks = gradients
-        return dq, dk, dv, None if bias is None else _like(dbias, bias), None if sinks is None else _like(dsinks, sinks)
+        dbias = None if bias is None or dbias is None else _like(dbias, bias)
+        return dq, dk, dv, dbias, None if sinks is None else _like(dsinks, sinks)
 
 
 # What torch's Function.apply comes down to where no function transform is active (`_is_eager`): 2 us less.

@@ -76,6 +76,7 @@ class Config:
     has_sinks: bool = False
     has_dropout: bool = False
     deterministic: bool = False
+    wide_bias: bool = False  # fp32 beside q, k, v of 16 bits
 
 
 @dataclass(frozen=True)

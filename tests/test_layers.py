@@ -29,6 +29,7 @@ LAYERS = [
     {"patcher"},
     {"registration", "models", "model_verification", "environment"},
     {"verification", "auditing", "benchmarking"},
+    {"costs"},
     {"evidence"},
     {"cli"},
 ]
