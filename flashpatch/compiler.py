@@ -114,6 +114,8 @@ def _significant(text: str) -> str:
 
 def name(config: Config) -> str:
     """A readable file name for a Config: the kernel, its sizes, its features."""
+    if not isinstance(config, Config):
+        return config.name
     flags = "-".join(
         field.name.removeprefix("has_")
         for field in dataclasses.fields(config)

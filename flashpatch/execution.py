@@ -16,7 +16,7 @@ from .counting import layers, record_call, record_decline, switched_on
 from .emulator import BuildError
 from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
 
-_DTYPES = {
+DTYPES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
 }  # fmt: skip
 # Decoding makes a new signature a step; a cache this full starts again.
@@ -98,7 +98,7 @@ def _keep(cache: dict, key: tuple, ready) -> None:
 
 def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     """The Plan or Decline of a call on the device its tensors are on."""
-    dtype = _DTYPES.get(q.dtype, str(q.dtype).removeprefix("torch."))
+    dtype = DTYPES.get(q.dtype, str(q.dtype).removeprefix("torch."))
     short = max(call.max_seqlen_q, call.max_seqlen_k) <= planning.support().short_seqlen
     problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call), short)
     device = device_of(q.device)

@@ -403,14 +403,14 @@ class _Kernel:
 
     __slots__ = ("config", "device", "entry", "function", "launch_kernel", "shared", "threads")
 
-    def __init__(self, device: Device, config: Config):
+    def __init__(self, device: Device, config: Config, entry: str = "", shared: int | None = None):
         self.device, self.config = device, config
-        self.entry = f"attention_{config.kernel}"
+        self.entry = entry or f"attention_{config.kernel}"
         self.threads = 32 * config.num_warps
-        self.shared = shared_memory(config)
+        self.shared = shared_memory(config) if shared is None else shared
         self.function = 0
 
-    def launch(self, blocks: int, argument: bytes, tensors, call: Call) -> None:
+    def launch(self, blocks: int, argument: bytes, tensors, call: Call | None = None) -> None:
         """Launch `blocks` blocks on torch's current stream of the device, with that device current."""
         if blocks == 0:
             return  # CuPy would launch one block for a grid of zero
@@ -446,10 +446,16 @@ class _Kernel:
                 )
 
 
-def _ranges(tensors, call: Call) -> list[tuple[int, int, str, bool]]:
+def kernel(device: Device, config, entry: str, shared: int) -> _Kernel:
+    """A kernel whose argument is a struct of its own: `config` as for any, its entry, its shared memory in bytes."""
+    return _Kernel(device, config, entry, shared)
+
+
+def _ranges(tensors, call: Call | None) -> list[tuple[int, int, str, bool]]:
     """The memory a launch may touch, for the emulator's bounds checks: (address, bytes, name, writable)."""
     ranges = []
-    for tensor, writable in [*((t, True) for t in tensors), *((getattr(call, name), False) for name in TENSORS)]:
+    read_only = () if call is None else (getattr(call, name) for name in TENSORS)
+    for tensor, writable in [*((t, True) for t in tensors), *((t, False) for t in read_only)]:
         if tensor is not None and tensor.numel():
             span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             ranges.append((tensor.data_ptr(), span * tensor.element_size(), "", writable))

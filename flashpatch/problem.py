@@ -118,5 +118,6 @@ class DeclinedError(RuntimeError):
     """Raised where falling back was not allowed (`on_decline="error"`, strict). `decline` has all reasons."""
 
     def __init__(self, decline: Decline):
-        super().__init__(f"no flashpatch kernel takes this attention: {decline}")
+        what = "attention" if isinstance(decline.problem, Problem) else "call"
+        super().__init__(f"no flashpatch kernel takes this {what}: {decline}")
         self.decline = decline

@@ -145,6 +145,53 @@ def attention(
     return torch.stack(outs), torch.stack(logsumexps)
 
 
+def pairwise(x, y, *, cost="sqeuclidean", reduce="min", dim=-1, k=None, scale=1.0, bias=None, dtype=torch.float64):
+    """`flashpatch.pairwise` from its definition: the whole score matrix in `dtype`, differentiable by torch's autograd.
+
+    Returns (values, indices) for min and topk, the tensor for logsumexp.
+    """
+    x, y = x.to(dtype), y.to(dtype)
+    if cost == "negative_dot":
+        matrix = -(x @ y.mT)
+    elif cost == "giou":
+        matrix = _negative_giou(x[..., :, None, :], y[..., None, :, :])
+    else:
+        differences = x[..., :, None, :] - y[..., None, :, :]
+        matrix = {
+            "sqeuclidean": lambda: (differences**2).sum(-1),
+            "euclidean": lambda: torch.linalg.vector_norm(differences, dim=-1),
+            "l1": lambda: differences.abs().sum(-1),
+        }[cost]()
+    scores = matrix * scale
+    if bias is not None:
+        scores = scores + bias.to(dtype).unsqueeze(-2 if dim == -1 else -1)
+    if reduce == "logsumexp":
+        return torch.logsumexp(scores, dim)
+    ascending = scores.sort(dim=dim, stable=True)  # of equal scores the first; a NaN comes last
+    if reduce == "topk":
+        return ascending.values.narrow(dim, 0, k).movedim(dim, -1), ascending.indices.narrow(dim, 0, k).movedim(dim, -1)
+    values, indices = ascending.values.select(dim, 0), ascending.indices.select(dim, 0)
+    unordered = scores.isnan()
+    first = unordered.to(torch.int8).argmax(dim)  # a NaN is smaller than everything
+    return values.masked_fill(unordered.any(dim), math.nan), torch.where(unordered.any(dim), first, indices)
+
+
+def _negative_giou(a, b):
+    """Minus the generalised IoU of boxes (x0, y0, x1, y1), with x0 <= x1 and y0 <= y1 (arXiv 1902.09630, algorithm 1)."""
+
+    def area(x0, y0, x1, y1):
+        return (x1 - x0).clamp(min=0) * (y1 - y0).clamp(min=0)
+
+    (ax0, ay0, ax1, ay1), (bx0, by0, bx1, by1) = a.unbind(-1), b.unbind(-1)
+    common = area(torch.maximum(ax0, bx0), torch.maximum(ay0, by0), torch.minimum(ax1, bx1), torch.minimum(ay1, by1))
+    hull = area(torch.minimum(ax0, bx0), torch.minimum(ay0, by0), torch.maximum(ax1, bx1), torch.maximum(ay1, by1))
+    union = area(ax0, ay0, ax1, ay1) + area(bx0, by0, bx1, by1) - common
+    # nothing over nothing is nothing
+    overlap = torch.where(union == 0, 0.0, common / torch.where(union == 0, 1.0, union))
+    outside = torch.where(hull == 0, 0.0, (hull - union) / torch.where(hull == 0, 1.0, hull))
+    return outside - overlap
+
+
 def philox(counter, key):
     """Philox4x32-10 (Salmon et al., SC 2011): numpy uint32 arrays, four of counter and two of key, to four words."""
     c0, c1, c2, c3 = (numpy.asarray(c, dtype=numpy.uint64) for c in counter)

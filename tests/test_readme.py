@@ -78,7 +78,7 @@ def test_attention_as_shown_runs():
     import torch
 
     q, k, v = torch.randn(1, 9, 4, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
-    call = next(line for line in blocks("python")[-1].splitlines() if "softcap" in line)
+    call = next(line for block in blocks("python") for line in block.splitlines() if "softcap" in line)
     names = {"flashpatch": flashpatch, "q": q, "k": k, "v": v}
     exec(call.replace("return_logsumexp=True", 'return_logsumexp=True, on_decline="fallback"'), names)
     assert names["out"].shape == q.shape and names["logsumexp"].shape == (1, 4, 9)

@@ -31,6 +31,7 @@ template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
 inline float fmaxf(float a, float b) { return a != a || a < b ? b : a; }  // a NaN loses, as on the device
 inline float fminf(float a, float b) { return a != a || b < a ? b : a; }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
+inline float sqrtf(float x) { return __builtin_sqrtf(x); }
 inline u32 __umulhi(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
 inline float __int_as_float(u32 bits) { return emulation::float_of(bits); }
 inline u32 __float_as_uint(float x) { return emulation::bits_of(x); }
