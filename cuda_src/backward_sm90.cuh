@@ -1,4 +1,7 @@
 // What both Hopper backwards share: shared memory and the loads into it, the walk over query blocks, masks, probabilities, turns.
+//
+// A masked key that holds NaN or Inf inside a tile some row sees: its P is 0, but 0 * NaN in dP or dS K reaches dq of rows that do not
+// see it. Keys from k_length on never enter shared memory. The portable backward takes such keys out.
 #pragma once
 #include "scores.cuh"
 #include "tile_sm90.cuh"

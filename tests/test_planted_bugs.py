@@ -583,7 +583,8 @@ BUGS = [
     Bug("backward_sm90.cuh", "start of a sequence", "(int)start + length, kRaggedRows}", "length, kRaggedRows}", "HOPPER_VARLEN"),
     Bug("backward_sm90.cuh", "rows of another sequence", "if (ragged) return {kRaggedRows - length,", "if (ragged) return {kRaggedRows - length - 1,", "HOPPER_VARLEN"),
     # before and after
-    Bug("workspace_sm90.cuh", "overlapping records", "(u32)(s.q_start / kBlockM) + s.batch", "(u32)(s.q_start / kBlockM)", "HOPPER_VARLEN"),
+    Bug("packed_sm90.cuh", "overlapping blocks", "/ rows + b; }", "/ rows; }", "HOPPER_VARLEN"),
+    Bug("packed_sm90.cuh", "wrong sequence", "middle) <= at.block", "middle) < at.block", "HOPPER_VARLEN"),
     Bug("backward_prepare_sm90.cu", "missing dlogsumexp", "if (p.dlogsumexp) delta -=", "if (false) delta -=", "WIDE"),
     Bug("backward_prepare_sm90.cu", "not zeroed", "i < kDqFloats / (4 * kThreads); ++i", "i < kDqFloats / (4 * kThreads) - 1; ++i", "WIDE"),
     Bug("backward_prepare_sm90.cu", "partial sum", "int lanes = kLanes / 2; lanes > 0", "int lanes = kLanes / 2; lanes > 1", "WIDE"),
