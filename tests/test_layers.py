@@ -15,8 +15,8 @@ KERNELS = ROOT / "cuda_src"
 
 # Lowest first. A module imports from layers below its own, never from its own or from above.
 LAYERS = [
-    {"problem", "call", "tolerance", "arguments"},
-    {"reference", "counting"},
+    {"problem", "call", "tolerance", "arguments", "families", "mask_kinds", "observations"},
+    {"reference", "counting", "findings", "profiles", "dense_tracking", "sdpa_reasons"},
     {"masks", "tagging"},
     {"mask_functions"},
     {"planning"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"execution"},
     {"ops"},
     {"interface"},
-    {"patcher"},
+    {"patcher", "tracing"},
     {"registration", "models", "model_verification"},
     {"verification", "auditing", "benchmarking"},
     {"evidence"},
