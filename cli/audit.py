@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from . import models, options, rendering
+from . import models, options, rendering, tracing
 from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 
 
@@ -14,21 +14,28 @@ from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 @click.argument("model", required=False)
 @click.option("--gpu", metavar="NAME", help='Plan for this GPU (h200, "RTX 4090", sm_90), here or not.')
 @click.option("--markdown", metavar="FILE", help="Rewrite the support table between FILE's markers (-: print it).")
+@tracing.options
 @options.strict
 @options.dtype("Only this dtype; with MODEL: the model's dtype.")
 @options.device
 @options.model_options
 @options.as_json
-@options.json_schema("auditing.AuditReport")
-def command(model, gpu, markdown, strict, dtype, device, as_json, **load):
+@options.json_schema("auditing.AuditReport", "tracing.TraceReport", "profiles.ProfileReport")
+def command(model, gpu, markdown, trace, profile, watch, strict, dtype, device, as_json, **load):
     """Show this machine's environment, what the kernels support on its GPU or on --gpu NAME, and, with MODEL (hub id
     or folder), what each attention module runs on now and would run on patched. Launches nothing, loads no weights.
+
+    With --trace: load MODEL, run it once, and show what computed each attention and why nothing faster did. With
+    --profile FILE: the same from a trace that torch's profiler wrote. --expect, --forbid and --max-declines exit with 3
+    where they do not hold.
     """
     from flashpatch import auditing
 
     if markdown:
         _write_markdown(auditing, markdown)
         return
+    if trace or profile or watch.given:
+        raise SystemExit(tracing.report(model, gpu, trace, profile, watch, strict, dtype, device, as_json, load))
     models.quiet()
     try:
         with models.translated():

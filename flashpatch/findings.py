@@ -159,8 +159,7 @@ def grouped(found: list[Finding]) -> list[tuple[Finding, list[str]]]:
     groups: dict[tuple, tuple[Finding, list[str]]] = {}
     for finding in found:
         _, paths = groups.setdefault((finding.level, finding.code, finding.text), (finding, []))
-        if finding.path:
-            paths.append(finding.path)
+        paths.extend([finding.path] if finding.path else [])
     return list(groups.values())
 
 
@@ -211,3 +210,11 @@ def violations(report, expect: str = "", forbid: str = "", max_declines: int | N
             path, why = declined[0].path, "; ".join(declined[0].declines)
             broken.append(Violation(f"--max-declines {max_declines}", path, f"{count} calls declined: {why}"))
     return broken
+
+
+def grouped_violations(broken: list[Violation]) -> list[tuple[Violation, list[str]]]:
+    """Violations that say the same of several modules, as one and the modules' paths."""
+    groups: dict[tuple, tuple[Violation, list[str]]] = {}
+    for violation in broken:
+        groups.setdefault((violation.rule, violation.text), (violation, []))[1].append(violation.path)
+    return list(groups.values())

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import counting, families, findings, mask_kinds, profiles, sdpa_reasons
+from . import counting, families, findings, mask_kinds, patcher, profiles, sdpa_reasons
 from .dense_tracking import MATMULS, SOFTMAX_BACKWARDS, SOFTMAXES, Tags, Tracker, aten, nbytes
-from .findings import Finding
+from .findings import Finding, Violation
 from .interface import source_of
 from .observations import Call, Facts
 from .profiles import ProfileReport
@@ -81,12 +81,23 @@ class TraceReport:
     overhead_milliseconds: Annotated[float, "of it in the trace itself; outside the block there is no overhead"]
     statements: Annotated[list[str], "what was not seen, or only in part"]
     profile: Annotated[ProfileReport | None, "the same by kernel names, with profile=True"] = None
-    violations: Annotated[list[findings.Violation], "what breaks the budget asked for"] = field(default_factory=list)
+    violations: Annotated[list[Violation], "what breaks the budget asked for"] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
         """Whether no finding says wrong or slow."""
         return all(finding.level == "note" for finding in self.findings)
+
+    def add_profile(self, profile: ProfileReport) -> None:
+        """Put the profiler's view beside the trace's; what only kernels show becomes a finding."""
+        self.profile = profile
+        # on a GPU both kinds of spelled-out attention are the same kernels
+        seen = {"eager" if row.family == "sdpa_math" and profile.gpu else row.family for row in self.rows}
+        for item in profile.families:
+            if profile.gpu and item.family not in seen:
+                text = f"{item.title} ran ({item.calls + item.backward_calls} kernels) without an operator that the trace sees"
+                level = "slow" if item.verdict == "dense" else "note"
+                self.findings.append(Finding(level, "only_profiler", "", text))
 
     def __str__(self) -> str:
         lines = []
@@ -113,6 +124,43 @@ def trace(model: torch.nn.Module | None = None, *, profile: bool = False) -> Tra
     profiler beside it and adds what only kernel names show. One trace per process at a time.
     """
     return Trace(model, profile)
+
+
+def run(
+    model: torch.nn.Module, inputs: dict, *, patch: bool = False, compile: bool = False, train: bool = False,
+    profile: bool = False,
+) -> TraceReport:  # fmt: skip
+    """Trace one forward of a model (with `train` and its backward), after one that is not traced.
+
+    `patch` applies flashpatch for it, `compile` runs it under torch.compile. `profile` runs it once more under torch's
+    profiler, without the trace, and compares.
+    """
+    training = model.training
+    runner = torch.compile(model) if compile else model
+
+    def step():
+        with torch.set_grad_enabled(train):
+            output = runner(**inputs)
+            if train:
+                values = output.values() if hasattr(output, "values") else output
+                tensors = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+                sum(tensor.float().mean() for tensor in tensors).backward()
+                model.zero_grad(set_to_none=True)
+
+    with patcher.apply(model) if patch else contextlib.nullcontext():
+        model.train(train)
+        try:
+            step()
+            with trace(model) as traced:
+                step()
+            report = traced.report
+            if profile:
+                with torch.profiler.profile() as profiler:
+                    step()
+                report.add_profile(_kernels(profiler))
+        finally:
+            model.train(training)
+    return report
 
 
 @dataclass
@@ -584,24 +632,20 @@ class Trace:
                 row.backward_milliseconds = _add(row.backward_milliseconds, _between(*mark))
         gpu = next((call.device for call in self._calls if call.device.startswith("cuda")), None)
         found = findings.find(self._calls, self._missing, self._by_order)
-        profile = self._kernels() if self._profile else None
-        if profile is not None:
-            seen = {call.family for call in self._calls}
-            for family in profile.families:
-                if family.family not in seen and family.family in families.BY_NAME and profile.gpu:
-                    words = f"{families.BY_NAME[family.family].title} ran ({family.calls} kernels) without an operator"
-                    level = "slow" if families.BY_NAME[family.family].kind == "dense" else "note"
-                    found.append(Finding(level, "only_profiler", "", f"{words}: seen by the profiler, in no module"))
-        return TraceReport(
+        report = TraceReport(
             torch.cuda.get_device_name(gpu) if gpu else "CPU", torch.__version__, list(rows.values()), found,
-            self._operators, wall, self._overhead * 1e3, list(self._statements), profile,
+            self._operators, wall, self._overhead * 1e3, list(self._statements),
         )  # fmt: skip
+        if self._profile:
+            report.add_profile(_kernels(self._profiler))
+        return report
 
-    def _kernels(self) -> ProfileReport:
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "trace.json")
-            self._profiler.export_chrome_trace(path)
-            return profiles.read(path)
+
+def _kernels(profiler) -> ProfileReport:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(path)
+        return profiles.read(path)
 
 
 def _version(tensor: torch.Tensor) -> int:
