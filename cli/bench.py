@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from . import options, rendering
+from . import options, rendering, roofline
 from .rendering import HOLDS, MISMATCH, MISSING, USAGE, Fault
 
 
@@ -24,8 +24,9 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @click.option("--eager", is_flag=True, help="Time eager attention too, which holds the whole score matrix.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
 @options.dtype("float16 or bfloat16 (default).")
+@roofline.options
 @options.as_json
-@options.json_schema("benchmarking.BenchReport")
+@options.json_schema("benchmarking.BenchReport", "roofline.RooflineReport")
 def command(head_dims, seqlens, eager, rounds, dtype, as_json):
     """Time flashpatch beside SDPA's backends, forward and backward: 16384 tokens, heads times head dim 2048.
 

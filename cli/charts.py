@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from xml.sax.saxutils import escape
 
-COLOURS = ("#16794c", "#2563a8", "#b3261e", "#9a5b00", "#7c3aed", "#0e7490", "#6b7280", "#be185d")
+COLOURS = ("#2f9e6b", "#3b82d6", "#c98a1b", "#9a6cf0", "#e0524a", "#1fa2b8", "#8b95a1", "#e05597")
 WIDTH, HEIGHT = 520, 380
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 50
+LEFT, RIGHT, TOP, BOTTOM = 76, 14, 52, 50
 
 
 class _Axes:
@@ -65,7 +65,7 @@ def roofline(title: str, compute: float, bandwidth: float, points: dict[str, lis
     roof = " ".join(f"{x:.1f},{y:.1f}" for x, y in (start, corner, end))
     parts.append(f'<polyline points="{roof}" fill="none" stroke="currentColor" stroke-width="2.5"/>')
     parts.append(
-        f'<text x="{end[0]:.1f}" y="{corner[1] - 7:.1f}" text-anchor="end">{compute:.4g} TFLOP/s, {bandwidth:.4g} GB/s measured</text>'
+        f'<text x="{LEFT}" y="40">ceilings measured: {compute:.4g} TFLOP/s, {bandwidth:.4g} GB/s</text>'
     )
     for index, (name, values) in enumerate(points.items()):
         colour = COLOURS[index % len(COLOURS)]

@@ -157,7 +157,7 @@ def run(
             if profile:
                 with torch.profiler.profile() as profiler:
                     step()
-                report.add_profile(_kernels(profiler))
+                report.add_profile(kernels_of(profiler))
         finally:
             model.train(training)
     return report
@@ -637,11 +637,12 @@ class Trace:
             self._operators, wall, self._overhead * 1e3, list(self._statements),
         )  # fmt: skip
         if self._profile:
-            report.add_profile(_kernels(self._profiler))
+            report.add_profile(kernels_of(self._profiler))
         return report
 
 
-def _kernels(profiler) -> ProfileReport:
+def kernels_of(profiler) -> ProfileReport:
+    """What a finished torch.profiler.profile saw, classified."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(path)

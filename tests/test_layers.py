@@ -29,6 +29,7 @@ LAYERS = [
     {"patcher"},
     {"registration", "models", "model_verification", "tracing"},
     {"verification", "auditing", "benchmarking"},
+    {"roofline"},
     {"evidence"},
     {"cli"},
 ]
