@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from . import options, rendering
+from . import options, rendering, roofline
 from .rendering import HOLDS, MISMATCH, MISSING, USAGE, Fault
 
 
@@ -26,8 +26,9 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
 @options.dtype("float16 or bfloat16 (default).")
 @click.option("--features", is_flag=True, help="Time instead what each feature costs over the plain kernel.")
+@roofline.options
 @options.as_json
-@options.json_schema("benchmarking.BenchReport", "costs.CostReport")
+@options.json_schema("benchmarking.BenchReport", "costs.CostReport", "roofline.RooflineReport")
 def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
     """Time flashpatch beside SDPA's backends, and FlashAttention-3 where the wheel fa3-fwd is installed, forward and
     backward: 16384 tokens, heads times head dim 2048.

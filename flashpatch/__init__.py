@@ -25,6 +25,8 @@ _PUBLIC = {
     "plan": "auditing",
     "verify": "verification",
     "audit": "auditing",
+    "trace": "tracing",
+    "bench": "benchmarking",
     "DeclinedError": "problem",
 }
 
