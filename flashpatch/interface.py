@@ -48,6 +48,8 @@ REFUSED = {
     "write_index": "continuous batching writes its paged cache inside the attention function",
     "block_table": "continuous batching reads its paged cache inside the attention function",
 }
+# Model types that add columns of their own to a mask which is a tensor, and skip that for anything else.
+TENSOR_MASKS = frozenset({"deepseek_v4"})
 
 
 # ---- registration ----
@@ -145,9 +147,12 @@ def mask_function(
             batch_size, q_length, kv_length, dtype, torch.device(device), far, far, 0, None, dense,
             given=True, dense=True, words=("unrecognised",),
         )  # fmt: skip
-    return mask_functions.recover(
+    spec = mask_functions.recover(
         **sizes, mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, materialise=materialise
     )
+    if getattr(kwargs.get("config"), "model_type", None) in TENSOR_MASKS:
+        return spec.materialise()
+    return spec
 
 
 # ---- the attention function ----
@@ -193,8 +198,8 @@ def attention_function(
         0.0 if softcap is None else float(softcap), float(dropout) if module.training else 0.0,
         bias=bias, mask=lowered.mask, key_ranges=lowered.key_ranges, sinks=sinks,
     )  # fmt: skip
-    if kwargs.get("output_attentions") or _attentions_collected():
-        _decline(layer, strict, query, value, "output_attentions", "the attention weights themselves are asked for")
+    if kwargs.get("output_attentions") or attentions_collected():
+        decline(layer, strict, query, value, "output_attentions", "the attention weights themselves are asked for")
         return _with_weights(q, k, v, call, layer)
     out, _ = ops.attend(q, k, v, call, layer, strict)
     return out.contiguous(), None
@@ -216,7 +221,7 @@ def _check_keywords(module, kwargs: dict, layer: int, strict: bool, query, value
             )
             raise DeclinedError(Decline(problem, (Reason("kwarg_unknown", text),)))
         text = f"{name} is passed to {type(module).__name__}; its eager attention ignores it too, so it has no effect"
-        _decline(layer, strict, query, value, "kwarg_unknown", text)
+        decline(layer, strict, query, value, "kwarg_unknown", text)
 
 
 def source_of(thing) -> str:
@@ -242,7 +247,7 @@ def _eager_ignores(module, keyword: str) -> bool:
     return _eager_ignored[key]
 
 
-def _decline(layer: int, strict: bool, query, value, code: str, text: str) -> None:
+def decline(layer: int, strict: bool, query, value, code: str, text: str) -> None:
     """Count, warn about or raise a decline that the seam itself decides; not while a graph is traced."""
     if torch.compiler.is_compiling():
         return
@@ -353,7 +358,7 @@ def _bias(position_bias, additive, q, key_length: int) -> torch.Tensor | None:
     return bias.to(dtype)
 
 
-def _attentions_collected() -> bool:
+def attentions_collected() -> bool:
     """Whether a model collects attention weights by hooks, which it does not tell the attention function."""
     collector = _collector()
     if collector is None or (torch.compiler.is_compiling() and not collector.compiling):

@@ -300,7 +300,7 @@ def attention(
             out, logsumexp = _run(q, k, v, call, DIRECT, on_decline == "error")
             return (out, logsumexp) if return_logsumexp else out
     problems = check(
-        q, k, v, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k,
         on_decline=on_decline,
@@ -345,9 +345,10 @@ _MOST_KNOWN = 4096
 
 
 def _is_eager(q: torch.Tensor) -> bool:
-    """Whether nobody traces, transforms or casts: then the operators' bodies can be called directly."""
+    """Whether nobody traces, transforms, casts or asks for shapes alone: then the operators' bodies can be called directly."""
     return not (
         torch.compiler.is_compiling()
+        or q.is_meta
         or type(q) is not torch.Tensor
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None

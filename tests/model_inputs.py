@@ -1,0 +1,134 @@
+"""Inputs for the small model of any transformers type, and the comparisons that need more than one forward."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from flashpatch import models, patcher
+from flashpatch.model_verification import _main_output
+
+CLOSE = 2e-4  # of the largest logit: two fp32 results of the same function
+
+
+def output_of(result) -> torch.Tensor:
+    return _main_output(result)[1]
+
+
+# ---- one forward ----
+
+
+def inputs_of(model, model_type: str, length: int) -> dict:
+    """Keyword arguments for one forward: a type's own, else what `flashpatch verify MODEL` uses."""
+    special = SPECIAL.get(model_type)
+    if special is not None:
+        return special(model, length)
+    return models.dummy_inputs(model, seqlen=length)
+
+
+SPECIAL: dict = {}
+
+
+# ---- variants of it ----
+
+
+def variants(model, inputs: dict):
+    """(name, inputs): as they are, and padded on each side where they are text with room for a mask."""
+    yield "plain", inputs
+    tokens = inputs.get("input_ids")
+    takes = inspect.signature(model.forward).parameters
+    if tokens is None or "attention_mask" not in takes or "attention_mask" in inputs or tokens.dim() != 2:
+        return
+    special = models._Inputs(model, 1, 1, 0).special_tokens(1 << 30)
+    for side in ("left", "right"):
+        mask = torch.ones_like(tokens)
+        pads = slice(0, 3) if side == "left" else slice(tokens.shape[1] - 3, None)
+        if set(tokens[1, pads].tolist()) & special:
+            continue  # an image's place cannot be padding
+        mask[1, pads] = 0
+        tokens = inputs["input_ids"].clone()
+        tokens[1, pads] = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+        padded = {**inputs, "input_ids": tokens, "attention_mask": mask}
+        if "decoder_input_ids" in inputs and "decoder_attention_mask" in takes and side == "right":
+            padded["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
+            padded["decoder_attention_mask"][1, -2:] = 0
+        if hasattr(model, "get_text_features"):
+            # pooled at the first end-of-text token (or the largest one): let it be the last real token
+            text = model.config.get_text_config()
+            end = text.eos_token_id if getattr(text, "eos_token_id", 2) != 2 else text.vocab_size - 1
+            last = mask.cumsum(1).argmax(1)
+            padded["input_ids"] = tokens.masked_fill(tokens == end, 3).scatter(1, last[:, None], end)
+        yield side, padded
+
+
+# ---- packed documents and generation ----
+
+
+def is_decoder(model, inputs: dict) -> bool:
+    return (
+        set(inputs) == {"input_ids"}
+        and type(model).__name__.endswith(("CausalLM", "LMHeadModel", "ForConditionalGeneration"))
+        and not model.config.is_encoder_decoder
+    )
+
+
+def packed(model, inputs: dict) -> str | None:
+    """Two documents in one row, told apart by their positions, against the two on their own."""
+    takes = inspect.signature(model.forward).parameters
+    if not is_decoder(model, inputs) or "position_ids" not in takes:
+        return None
+    row = inputs["input_ids"][:1]
+    cut = row.shape[1] // 2 - 1
+    positions = torch.cat([torch.arange(cut), torch.arange(row.shape[1] - cut)])[None]
+    packed_inputs = {"input_ids": row, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        apart = torch.cat(
+            [output_of(model(input_ids=part, use_cache=False)) for part in (row[:, :cut], row[:, cut:])], 1
+        )
+        together = output_of(model(**packed_inputs))
+    found = _patched(model, lambda: output_of(model(**packed_inputs)))
+    scale = float(apart.abs().max())
+    ours, eagers = (float((x - apart).abs().max()) / scale for x in (found, together))
+    if ours <= CLOSE:
+        return "equal" if eagers <= CLOSE else "equal to separate runs; eager mixes the documents"
+    same = float((found - together).abs().max()) / scale
+    if same <= CLOSE:
+        return "equal to eager; both mix the documents"
+    return f"differs: from separate runs by {ours:.1e} (eager: {eagers:.1e}), from eager by {same:.1e}"
+
+
+def generated(model, inputs: dict) -> str | None:
+    """Greedy tokens, patched and eager. A token may differ only where eager's two best are closer than rounding."""
+    if not getattr(model, "can_generate", lambda: False)() or type(model).__name__.endswith("Model"):
+        return None
+    prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+    if "input_ids" in prompt and set(prompt) == {"input_ids"}:
+        mask = torch.ones_like(prompt["input_ids"])
+        mask[0, :3] = 0
+        prompt["attention_mask"] = mask
+    options = {
+        "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 1, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    with torch.no_grad():
+        expected = model.generate(**prompt, **options)
+    found = _patched(model, lambda: model.generate(**prompt, **options))
+    scale = max(float(step[step.isfinite()].abs().max()) for step in expected.logits)
+    for index, (ours, eagers) in enumerate(zip(found.logits, expected.logits, strict=True)):
+        both = ours.isfinite() & eagers.isfinite()
+        distance = float((ours - eagers)[both].abs().max()) / scale
+        if distance > CLOSE:
+            return f"differs: step {index} by {distance:.1e}"
+        if not torch.equal(ours.argmax(-1), eagers.argmax(-1)):
+            return f"equal up to a tie at step {index}"
+    return f"equal: {len(expected.logits)} steps"
+
+
+def _patched(model, run):
+    with patcher.apply(model), torch.no_grad():
+        try:
+            return run()
+        except Exception as failure:
+            failure.patched = True
+            raise
