@@ -27,6 +27,7 @@ from .tagging import tag_of
 
 NAME = "fpatch"
 SUPPORTED = "5.17 up to, not including, 6"
+REQUIREMENT = ">=5.17,<6"
 
 # Keyword arguments with no bearing on attention: switches and tensors of the model around it that decoders pass through.
 NOISE = frozenset(
@@ -57,18 +58,21 @@ TENSOR_MASKS = frozenset({"deepseek_v4"})
 
 def unavailable() -> str | None:
     """Why transformers cannot be patched here, or None."""
+    install = f"flashpatch patches transformers {SUPPORTED}: pip install 'transformers{REQUIREMENT}'"
     try:
         import transformers
-    except ImportError:
-        return (
-            f"transformers is not installed; flashpatch patches transformers {SUPPORTED}: "
-            "pip install 'transformers>=5.17,<6'"
-        )
-    if not hasattr(transformers, "AttentionMaskInterface") or not hasattr(transformers, "AttentionInterface"):
-        return (
-            f"transformers {transformers.__version__} has no AttentionMaskInterface; flashpatch needs {SUPPORTED}: "
-            "pip install 'transformers>=5.17,<6'"
-        )
+
+        version = transformers.__version__
+        parts = [getattr(transformers, name, None) for name in ("AttentionInterface", "AttentionMaskInterface")]
+    except ModuleNotFoundError as error:
+        if error.name == "transformers":
+            return f"transformers is not installed; {install}"
+        return f"transformers cannot be imported ({error}); install what it misses: pip install {error.name}"
+    except Exception as error:  # a dependency of transformers that is broken or too old, in whichever way it says so
+        text = " ".join(str(error).split())
+        return f"transformers cannot be imported ({type(error).__name__}: {text[:300]}); repair it, for example: pip install --upgrade --force-reinstall transformers"
+    if None in parts:
+        return f"transformers {version} has no AttentionMaskInterface; {install}"
     return None
 
 

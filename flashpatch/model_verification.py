@@ -221,6 +221,11 @@ def _name(dtype: torch.dtype) -> str:
 def _model_statement(modules: list[ModelModule], device: torch.device) -> str:
     kernels = sum(bool(module.kernels) for module in modules)
     dispatched = sum(module.dispatched for module in modules)
+    if not dispatched:
+        return (
+            f"None of {len(modules)} attention modules called flashpatch, so patching changed nothing and nothing was "
+            "shown; the reason stands at each module."
+        )
     if device.type == "cuda":
         return f"{kernels} of {len(modules)} attention modules ran on a kernel."
     if kernels:

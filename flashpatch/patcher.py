@@ -133,7 +133,7 @@ class PatchReport:
         return len(self.rows)
 
 
-def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None) -> ModuleRow:
+def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None, config=None) -> ModuleRow:
     if tag is None:
         return ModuleRow(path, class_name, False, False, None, [("not_dispatched", obstacle)])
     counts = counting.counts(tag.layer)
@@ -152,6 +152,10 @@ def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None) -> M
             )
         else:
             reasons.insert(0, ("not_dispatched", "no forward has brought it to flashpatch since it was patched"))
+    now = getattr(config, "_attn_implementation", NAME)
+    if now != NAME:
+        text = f"its configuration was set to {now!r} after it was patched; flashpatch.apply(model) switches it again"
+        reasons = [("switched_away", text), *(reason for reason in reasons if reason[0] != "not_dispatched")]
     forward = sorted(kernel for kernel in counts.launches if "forward" in kernel)
     return ModuleRow(
         path, class_name, True, reached, ", ".join(forward) or None, reasons, counts.calls, counts.recomputes,
@@ -165,7 +169,7 @@ class Patch:
 
     def __init__(self, model, entries, configs, tags, handles):
         self.model = model
-        self._entries = entries  # (path, class name, tag or None, obstacle or None)
+        self._entries = entries  # (path, class name, tag or None, obstacle or None, config it reads or None)
         self._configs = configs  # (config, implementation before)
         self._tags = tags  # (module, our tag, tag before)
         self._handles = handles  # of the hooks on modules whose attention is read
@@ -174,7 +178,7 @@ class Patch:
 
     @property
     def report(self) -> PatchReport:
-        rows = [_row(*entry) for entry in self._entries]
+        rows = [_row(*entry[:4], entry[4] if self.active else None) for entry in self._entries]
         made = counting.counts(interface.model_code).mask_materialised - self._masks_before
         return PatchReport(type(self.model).__name__, rows, made)
 
@@ -249,7 +253,7 @@ def apply(model: torch.nn.Module, *, strict: bool | None = None) -> Patch:
                     handles += inlined.attach(module)
                 tag = tagging.tag_module(module, path or type(module).__name__, strict, tagging.parents_of(model, path))
                 tags.append((module, tag, before))
-            entries.append((path, type(module).__name__, tag, obstacle))
+            entries.append((path, type(module).__name__, tag, obstacle, None if read else config))
     except BaseException:
         _put_back(configs, tags, handles)
         for config, _ in configs:
