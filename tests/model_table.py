@@ -33,10 +33,10 @@ import transformers
 
 ROOT = Path(__file__).resolve().parent
 TABLE = ROOT / "evidence" / "models.json"
-SECONDS, MEMORY = 90, 10 << 30
+SECONDS, MEMORY = 75, 10 << 30
 LENGTH = 12
 NEAR = 2.0  # of a bound on rounding
-MOST_PARAMETERS = 40_000_000  # of a model whose widths cannot be made small
+MOST_PARAMETERS = 20_000_000  # of a model whose widths cannot be made small
 OUTCOMES = ("equal", "declined", "unbuilt", "differs")
 
 

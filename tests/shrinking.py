@@ -74,11 +74,18 @@ _SIZES = [
     (r"vocab_size_per_layer_input", VOCABULARY),
     (r"hidden_size_per_layer_input", 8),
 ]  # fmt: skip
+# Sizes that some types leave open and cannot do without.
+_NEEDED = {
+    "vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_routed_experts": 4, "num_experts": 4, "topk_group": 1,
+    "n_group": 1, "top_k_experts": 2, "moe_intermediate_size": WIDTH, "n_shared_experts": 1, "head_dim": 16,
+    "expert_intermediate_size": WIDTH, "sliding_window": 4,
+}  # fmt: skip
 _SIZES = [(re.compile(pattern), value) for pattern, value in _SIZES]
 # The same, leaving all widths as they are: for types whose widths depend on each other in their own ways.
 _DEPTHS = [
     (pattern, value) for pattern, value in _SIZES if value in (VOCABULARY, LAYERS) or "expert" in pattern.pattern
 ]
+DEFAULT = object()  # an exception's word for "leave this field as it is"
 _TOKEN = re.compile(r".*_token_(id|index)|.*_token_id_.*")
 _LAYER_INDICES = re.compile(r".*(index|indexes|indices|_layers|layer_ids?|_layer|layers_to_.*)$")
 
@@ -173,6 +180,9 @@ def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrain
         inner = getattr(default, name, None)
         if isinstance(inner, PreTrainedConfig):
             nested = changes.get(name)
+            if isinstance(nested, dict) and "model_type" in nested:
+                settings[name] = CONFIG_MAPPING[nested["model_type"]](**nested)
+                continue
             settings[name] = _shrink(type(inner), tokens, widths, nested if isinstance(nested, dict) else {})
     settings.update(
         {
@@ -184,11 +194,10 @@ def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrain
     return cls(**{name: value for name, value in settings.items() if value is not DEFAULT})
 
 
-DEFAULT = object()  # an exception's word for "leave this field as it is"
-
-
 def _field(cls, name, value, kept, tokens, widths, default):
     """The small value of one field, None to leave it as it is."""
+    if value is None and widths:
+        return _NEEDED.get(name)
     if isinstance(value, bool) or value is None:
         return None
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
@@ -288,6 +297,15 @@ _SAM_PROMPT = {"image_size": 64, "patch_size": 16, "hidden_size": 32, "mask_inpu
 _SAM_MASK = {"hidden_size": 32, "num_attention_heads": 2, "mlp_dim": 32, "iou_head_hidden_dim": 32}
 _SAM = {"vision_config": _SAM_VISION, "prompt_encoder_config": _SAM_PROMPT, "mask_decoder_config": _SAM_MASK}
 
+_THIRDS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+_SMALL_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+}
 _RESNET = {
     "model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1],
     "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"],
@@ -295,6 +313,62 @@ _RESNET = {
 _RESNET_LAST = {**_RESNET, "out_features": ["stage4"]}
 
 EXCEPTIONS: dict[str, dict] = {
+    "align": {"vision_config": {"hidden_dim": DEFAULT, "image_size": 64}},
+    "audio-spectrogram-transformer": {"max_length": 64, "patch_size": 8, "frequency_stride": 8, "time_stride": 8},
+    "cohere_compass": {"text_config": {"rope_parameters": DEFAULT}},
+    "cohere_compass_text": {"rope_parameters": DEFAULT},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": _THIRDS}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": _THIRDS},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [64] * 4,
+    },
+    "granite4_vision": {"text_config": {"model_type": "granite", **_SMALL_TEXT}},
+    "informer": {"prediction_length": 8, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 2},
+    "kimi_linear": {"num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lasr_ctc": {"encoder_config": {"num_mel_bins": 80}},
+    "lw_detr": {"backbone_config": {"image_size": 64, "num_windows": 4}},
+    "lw_detr_vit": {"image_size": 64, "num_windows": 4},
+    "mimi": {
+        "hidden_size": DEFAULT,
+        "num_attention_heads": DEFAULT,
+        "head_dim": DEFAULT,
+        "num_key_value_heads": DEFAULT,
+    },
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 4},
+    "patchtst": {"context_length": 32, "patch_length": 4, "patch_stride": 4, "num_input_channels": 2},
+    "patchtsmixer": {
+        "context_length": 32,
+        "patch_length": 4,
+        "patch_stride": 4,
+        "num_input_channels": 2,
+        "self_attn": True,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 4, "lru_width": 64},
+    "sam3": {"image_size": 112},
+    "time_series_transformer": {
+        "prediction_length": 8,
+        "context_length": 8,
+        "lags_sequence": [1, 2],
+        "num_time_features": 2,
+    },
+    "timesfm": {"context_length": 64, "patch_length": 16, "horizon_length": 16},
+    "timesfm2_5": {"context_length": 64, "patch_length": 16},
+    "vjepa2": {"crop_size": 32, "image_size": 32, "frames_per_clip": 4, "patch_size": 16},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 2,
+    },
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 4},
     "conditional_detr": {"backbone_config": _RESNET_LAST},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
