@@ -28,6 +28,7 @@ from .tagging import tag_of
 NAME = "fpatch"
 SUPPORTED = "5.17 up to, not including, 6"
 REQUIREMENT = ">=5.17,<6"
+OLDEST = (5, 17)
 
 # Keyword arguments with no bearing on attention: switches and tensors of the model around it that decoders pass through.
 NOISE = frozenset(
@@ -71,6 +72,8 @@ def unavailable() -> str | None:
     except Exception as error:  # a dependency of transformers that is broken or too old, in whichever way it says so
         text = " ".join(str(error).split())
         return f"transformers cannot be imported ({type(error).__name__}: {text[:300]}); repair it, for example: pip install --upgrade --force-reinstall transformers"
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        return f"transformers {version} is too old: its masks are built in another way; {install}"
     if None in parts:
         return f"transformers {version} has no AttentionMaskInterface; {install}"
     return None

@@ -457,7 +457,7 @@ def test_an_old_transformers_is_named_with_the_range(monkeypatch):
     old.__version__ = "4.40.0"
     monkeypatch.setitem(sys.modules, "transformers", old)
     monkeypatch.setattr(interface, "_registered", False)
-    with pytest.raises(RuntimeError, match=r"4\.40\.0 has no .*5\.17 up to, not including, 6.*pip install"):
+    with pytest.raises(RuntimeError, match=r"4\.40\.0 is too old.*5\.17 up to, not including, 6.*pip install"):
         patcher.apply(torch.nn.Linear(2, 2))
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "not installed" in interface.unavailable()
@@ -512,7 +512,7 @@ def test_enable_takes_defaults_and_honours_names(enabled):
     assert named.config._attn_implementation == "eager"
     assert ("LlamaForCausalLM", "eager") in patcher.honoured()
     assert patcher.enabled_models() == [default]
-    hard_coded = BY_NAME["gptj"].build()
+    hard_coded = BY_NAME["openai_gpt"].build()
     assert hard_coded.config._attn_implementation == "eager"
     patcher.enable(override=True)
     assert transformers.LlamaForCausalLM._from_config(
@@ -543,4 +543,5 @@ def test_every_known_keyword_is_one_transformers_uses():
     sources = [*root.glob("*.py"), *root.glob("models/*/modeling_*.py"), *root.glob("generation/*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in [*sources, *root.glob("integrations/*.py")])
     used = set(re.findall(r"\w+", text))
-    assert set(interface.NOISE) | set(interface.REFUSED) <= used
+    older = {"read_index", "write_index"}  # up to 5.22
+    assert set(interface.NOISE) | set(interface.REFUSED) <= used | older
