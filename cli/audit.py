@@ -16,7 +16,9 @@ from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 @click.option("--markdown", metavar="FILE", help="Rewrite the support table between FILE's markers (-: print it).")
 @click.option("--all", "every", is_flag=True, help="With MODEL: every generation and dtype instead of one GPU.")
 @click.option("--svg", metavar="FILE", help="With --all: write the picture (-: print it).")
-@click.option("--html", metavar="FILE", help="With --all or --trace: write the report as one HTML file (--all -: print it).")
+@click.option(
+    "--html", metavar="FILE", help="With --all or --trace: write the report as one HTML file (--all -: print it)."
+)
 @tracing.options
 @options.strict
 @options.dtype("Only this dtype; with MODEL: the model's dtype.")

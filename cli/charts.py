@@ -64,9 +64,7 @@ def roofline(title: str, compute: float, bandwidth: float, points: dict[str, lis
     parts = _frame(axes, title, "FLOPs per byte moved", "TFLOP/s")
     roof = " ".join(f"{x:.1f},{y:.1f}" for x, y in (start, corner, end))
     parts.append(f'<polyline points="{roof}" fill="none" stroke="currentColor" stroke-width="2.5"/>')
-    parts.append(
-        f'<text x="{LEFT}" y="40">ceilings measured: {compute:.4g} TFLOP/s, {bandwidth:.4g} GB/s</text>'
-    )
+    parts.append(f'<text x="{LEFT}" y="40">ceilings measured: {compute:.4g} TFLOP/s, {bandwidth:.4g} GB/s</text>')
     for index, (name, values) in enumerate(points.items()):
         colour = COLOURS[index % len(COLOURS)]
         parts += [

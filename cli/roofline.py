@@ -14,11 +14,17 @@ from .rendering import HOLDS, MISMATCH, MISSING, USAGE, Fault
 def options(function):
     """The options, handed on as `roofline`: None unless it is asked for."""
 
-    @click.option("--roofline", is_flag=True, help="Measure ceilings first; every variant, counted work, what bounds it.")
-    @click.option("--model", metavar="MODEL", help="With --roofline: the attention shapes of MODEL (its config is enough).")
+    @click.option(
+        "--roofline", is_flag=True, help="Measure ceilings first; every variant, counted work, what bounds it."
+    )
+    @click.option(
+        "--model", metavar="MODEL", help="With --roofline: the attention shapes of MODEL (its config is enough)."
+    )
     @click.option("--full", is_flag=True, help="With --roofline: without a causal mask.")
     @click.option("--tokens", type=click.IntRange(min=1), default=16384, show_default=True, help="Batch times seqlen.")
-    @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="With --roofline: default the GPU if there is one.")
+    @click.option(
+        "--device", type=click.Choice(["cuda", "cpu"]), help="With --roofline: default the GPU if there is one."
+    )
     @click.option("--html", metavar="FILE", help="With --roofline: write the report as one HTML file.")
     @click.option("--svg", metavar="FILE", help="With --roofline: write the plot as an SVG file.")
     @wraps(function)
@@ -42,7 +48,9 @@ def report(model, full, tokens, device, html, svg, *, head_dims, seqlens, rounds
     usable = torch.version.cuda is not None and torch.cuda.is_available()
     device = device or ("cuda" if usable else "cpu")
     if device == "cuda" and not usable:
-        raise Fault("torch sees no GPU; `flashpatch audit` says more, --device cpu times torch's own on the CPU", MISSING)
+        raise Fault(
+            "torch sees no GPU; `flashpatch audit` says more, --device cpu times torch's own on the CPU", MISSING
+        )
     dtype = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
     if model:
         shapes = _shapes_of(model, seqlens)
@@ -67,7 +75,9 @@ def report(model, full, tokens, device, html, svg, *, head_dims, seqlens, rounds
         from . import html as pages
 
         title = f"attention on {done.device}"
-        pages.write(html, "roofline.html.jinja", title=title, report=done, drawings=drawings(done), words=experiment_words)
+        pages.write(
+            html, "roofline.html.jinja", title=title, report=done, drawings=drawings(done), words=experiment_words
+        )
     if as_json:
         rendering.emit_json(done, code)
     else:
@@ -95,7 +105,11 @@ def drawings(done) -> list[str]:
         if point.direction == "forward":
             speed = point.flops / point.milliseconds / 1e9
             points.setdefault(point.variant, []).append((point.intensity, speed))
-    plots = [charts.roofline(f"Roofline, {done.device}, forward", done.ceilings.tflops, done.ceilings.gbs, points)] if ran else []
+    plots = (
+        [charts.roofline(f"Roofline, {done.device}, forward", done.ceilings.tflops, done.ceilings.gbs, points)]
+        if ran
+        else []
+    )
     for direction in ("forward", "backward"):
         series: dict[str, list] = {}
         for point in ran:

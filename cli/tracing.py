@@ -34,13 +34,19 @@ def options(function):
     names = [name for name in Watch.__dataclass_fields__ if name != "html"]
 
     @click.option("--trace", is_flag=True, help="Load and run MODEL once and show what computed each attention.")
-    @click.option("--profile", metavar="FILE", help="Classify the attention kernels of a torch profiler trace (.json, .gz).")
+    @click.option(
+        "--profile", metavar="FILE", help="Classify the attention kernels of a torch profiler trace (.json, .gz)."
+    )
     @click.option("--patch", is_flag=True, help="With --trace: apply flashpatch first.")
     @click.option("--compile", is_flag=True, help="With --trace: run MODEL under torch.compile.")
     @click.option("--train", is_flag=True, help="With --trace: run a backward too.")
     @click.option("--padding", type=click.Choice(["left", "right"]), help="With --trace: pad the rows of the batch.")
-    @click.option("--expect", default="", metavar="KINDS", help="Exit with 3 if any attention ran on another (flash, ...).")
-    @click.option("--forbid", default="", metavar="KINDS", help="Exit with 3 if any attention ran on these (math,eager).")
+    @click.option(
+        "--expect", default="", metavar="KINDS", help="Exit with 3 if any attention ran on another (flash, ...)."
+    )
+    @click.option(
+        "--forbid", default="", metavar="KINDS", help="Exit with 3 if any attention ran on these (math,eager)."
+    )
     @click.option("--max-declines", type=click.IntRange(min=0), metavar="N", help="Exit with 3 above N declined calls.")
     @wraps(function)
     def wrapped(*arguments, **keywords):
@@ -53,7 +59,12 @@ def options(function):
 def report(model, gpu, trace, profile, watch: Watch, strict, dtype, device, as_json, load) -> int:
     """Run, print, and return the exit code."""
     if profile:
-        if trace or model or watch.given and watch != Watch(False, False, False, None, watch.expect, watch.forbid, None, None):
+        if (
+            trace
+            or model
+            or (watch.given
+            and watch != Watch(False, False, False, None, watch.expect, watch.forbid, None, None))
+        ):
             raise Fault("--profile reads a file: leave out MODEL, --trace and what belongs to it", USAGE)
         return _profile(profile, watch, as_json)
     if not trace or not model or gpu:
@@ -85,9 +96,7 @@ def _trace(name, watch: Watch, strict, dtype, device, as_json, load) -> int:
     with models.translated():
         loaded, inputs = models.load(name, dtype=dtype, device=device, patched=False, padding=watch.padding, **load)
         cuda = next(loaded.parameters()).is_cuda
-        done = tracing.run(
-            loaded, inputs, patch=watch.patch, compile=watch.compile, train=watch.train, profile=cuda
-        )
+        done = tracing.run(loaded, inputs, patch=watch.patch, compile=watch.compile, train=watch.train, profile=cuda)
     done.violations = findings.violations(done, watch.expect, watch.forbid, watch.max_declines)
     code = DECLINED if done.violations or (strict and not done.holds) else HOLDS
     if watch.html:
@@ -162,7 +171,15 @@ def _profile(path: str, watch: Watch, as_json: bool) -> int:
         rendering.emit_json(done, code)
         return code
     rows = [
-        [row.title, row.verdict, row.calls, row.backward_calls, f"{row.milliseconds:.3f}", f"{row.share:.1%}", row.kernels[0][:80]]
+        [
+            row.title,
+            row.verdict,
+            row.calls,
+            row.backward_calls,
+            f"{row.milliseconds:.3f}",
+            f"{row.share:.1%}",
+            row.kernels[0][:80],
+        ]
         for row in done.families
     ]
     rendering.table(["attention", "verdict", "forward", "backward", "ms", "of all", "longest kernel"], rows, path)
@@ -175,4 +192,6 @@ def _profile(path: str, watch: Watch, as_json: bool) -> int:
 
 
 def _rule(watch: Watch) -> str:
-    return " ".join(f"--{name} {value}" for name, value in (("expect", watch.expect), ("forbid", watch.forbid)) if value)
+    return " ".join(
+        f"--{name} {value}" for name, value in (("expect", watch.expect), ("forbid", watch.forbid)) if value
+    )

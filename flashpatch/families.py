@@ -85,7 +85,9 @@ _KERNELS = [(re.compile(family.kernels), family) for family in FAMILIES if famil
 SOFTMAX = re.compile(r"softmax(?!.*(log_?softmax|nll))", re.IGNORECASE)
 LOG_SOFTMAX = re.compile(r"log_?softmax|nll_loss|cross_entropy|LogSoftMax", re.IGNORECASE)
 GEMM = re.compile(r"gemm|gemv|nvjet|xmma|cutlass\w*::Kernel|cutlass_\d+|\bdot_kernel|splitKreduce", re.IGNORECASE)
-BETWEEN = re.compile(r"elementwise|dropout|copy|masked|fill|scal|add|mul|div|cat|and_kernel|splitKreduce|triton_poi", re.IGNORECASE)
+BETWEEN = re.compile(
+    r"elementwise|dropout|copy|masked|fill|scal|add|mul|div|cat|and_kernel|splitKreduce|triton_poi", re.IGNORECASE
+)
 
 
 def of_operator(name: str) -> Family | None:

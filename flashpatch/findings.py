@@ -14,7 +14,15 @@ from .observations import Call
 
 LEVELS = ("wrong", "slow", "note")
 # Fused attention that has no softcap and no sinks by its interface.
-_PLAIN = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "sdpa_flash_cpu", "sdpa_overrideable", "native_mha")
+_PLAIN = (
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "sdpa_math",
+    "sdpa_flash_cpu",
+    "sdpa_overrideable",
+    "native_mha",
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,14 @@ def find(calls: list[Call], attentions_missing: list[str], uncompiled: list[str]
         for level, code, text in (*_wrong(call), *_slow(call), *_notes(call)):
             add(level, code, call.facts.path, text)
     for path in attentions_missing:
-        text = "output_attentions was asked for, and the attention weights came back empty; only eager attention has them"
+        text = (
+            "output_attentions was asked for, and the attention weights came back empty; only eager attention has them"
+        )
         add("wrong", "output_attentions", path, text)
     for path in uncompiled:
-        add("note", "not_attributed", path, "it is compiled as a whole, so its attention is named by order of execution")
+        add(
+            "note", "not_attributed", path, "it is compiled as a whole, so its attention is named by order of execution"
+        )
     return sorted(found.values(), key=lambda finding: LEVELS.index(finding.level))
 
 

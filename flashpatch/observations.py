@@ -17,7 +17,9 @@ class Facts:
     root_implementation: str | None = None
     mask_registered: bool | None = None  # None: the implementation is none that transformers dispatches to by name
     supports_sdpa: bool | None = None
-    dispatches: bool | None = None  # whether the class asks transformers for an implementation; None: no transformers module
+    dispatches: bool | None = (
+        None  # whether the class asks transformers for an implementation; None: no transformers module
+    )
     softcap: float | None = None
     sinks: bool = False
     window: int | None = None

@@ -85,7 +85,10 @@ class Experiment:
     more_bytes_by: Annotated[str, "how the third call differs"]
     to_flops: Annotated[float | None, "exponent of FLOPs; null: the calls do not tell the two apart"]
     to_bytes: Annotated[float | None, "exponent of bytes"]
-    bound: Annotated[str, "memory or compute, by the larger exponent; neither where time answers to none; empty where it could not run"]
+    bound: Annotated[
+        str,
+        "memory or compute, by the larger exponent; neither where time answers to none; empty where it could not run",
+    ]
     roofline: Annotated[str, "what the roofline says of the first call"]
     error: Annotated[str, "why it did not run; empty if it did"] = ""
 
@@ -351,7 +354,10 @@ def experiment(variant: str, shape: Shape, dtype, device: torch.device, ceilings
         heads = {"num_heads": 2 * shape.num_heads, "num_heads_kv": 2 * shape.num_heads_kv}
         more, words = replace(shape, head_dim=shape.head_dim // 2, **heads), "twice the heads of half the head_dim"
     else:
-        more, words = replace(shape, batch=4 * shape.batch, seqlen=shape.seqlen // 2), "four sequences of half the length"
+        more, words = (
+            replace(shape, batch=4 * shape.batch, seqlen=shape.seqlen // 2),
+            "four sequences of half the length",
+        )
     points = [measure(variant, s, "forward", dtype, device, ceilings, samples=5) for s in (shape, wide, more)]
     error = next((point.error for point in points if point.error), "")
     result = Experiment(variant, shape, [], [], [], words, None, None, "", points[0].bound, error)
@@ -396,7 +402,9 @@ def shapes_of(model: torch.nn.Module, inputs: dict, seqlens, batch: int = 1) -> 
     for row in traced.report.rows:
         causal = row.causal or row.mask.startswith("causal")
         if row.q[-1] == row.v[-1]:
-            kinds[row.q[1], row.k[1] // row.heads_expanded if row.k[1] == row.q[1] else row.k[1], row.q[-1], causal] = None
+            kinds[row.q[1], row.k[1] // row.heads_expanded if row.k[1] == row.q[1] else row.k[1], row.q[-1], causal] = (
+                None
+            )
     return [
         Shape(batch, seqlen, heads, heads_kv, head_dim, causal)
         for heads, heads_kv, head_dim, causal in kinds

@@ -110,7 +110,9 @@ class TraceReport:
                 + "".join(f"\n    not {name}: {text}" for name, text in row.refused.items())
             )
         for finding, paths in findings.grouped(self.findings):
-            lines.append(f"{finding.level.upper()} {finding.code}: {findings.places(paths)}: {finding.text}".replace(": :", ":"))
+            lines.append(
+                f"{finding.level.upper()} {finding.code}: {findings.places(paths)}: {finding.text}".replace(": :", ":")
+            )
         return "\n".join(lines or ["no attention was seen"])
 
 
@@ -321,7 +323,9 @@ class Trace:
         compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
         frame = _Frame(module, path, root, positions, compiled)
         if compiled:
-            inner = {name: child for name, child in module.named_modules() if "attention" in type(child).__name__.lower()}
+            inner = {
+                name: child for name, child in module.named_modules() if "attention" in type(child).__name__.lower()
+            }
             outermost = [name for name in inner if not any(name.startswith(f"{other}.") for other in inner)]
             frame.attentions = [_plain(f"{path}.{name}".strip(".")) for name in outermost if name]
         return frame
@@ -458,7 +462,9 @@ class Trace:
         transposed = self._tracker.tags.get(a) is not note
         values = a if transposed else b
         head_dim_v = values.shape[-2] if transposed else values.shape[-1]
-        note.flops += 2.0 * note.rows * note.columns * head_dim_v * (out.numel() / max(1, out.shape[-1] * out.shape[-2]))
+        note.flops += (
+            2.0 * note.rows * note.columns * head_dim_v * (out.numel() / max(1, out.shape[-1] * out.shape[-2]))
+        )
         note.bytes += nbytes(a, b, out)
         shape = note.shape if len(note.shape) == 4 else (1, *((1, *a.shape)[-3:-2]), note.rows, note.columns)
         batch, heads = shape[:2]
@@ -484,7 +490,11 @@ class Trace:
         device = tensors[0].device
         if families.is_backward(_full_name(function)):
             call = next(
-                (c for name in ("out", "output", "logsumexp", "softmax_lse") if (c := self._outputs.get(named.get(name)))),
+                (
+                    c
+                    for name in ("out", "output", "logsumexp", "softmax_lse")
+                    if (c := self._outputs.get(named.get(name)))
+                ),
                 None,
             )
             mark = self._mark(device)
@@ -579,7 +589,9 @@ class Trace:
             known = (mask_kinds.documents(positions, call.lengths[0]),)
             self._documents.put(positions, known)
         if known[0] is not None:
-            call.mixes_documents = mask_kinds.mixes_documents(mask, known[0].to(mask.device if mask is not None else "cpu"))
+            call.mixes_documents = mask_kinds.mixes_documents(
+                mask, known[0].to(mask.device if mask is not None else "cpu")
+            )
 
     def _why_not(self, asked: _Asked, family: str) -> dict[str, str]:
         tensors = (asked.q, asked.k, asked.v, asked.mask)
@@ -668,7 +680,9 @@ def _between(start, stop) -> float | None:
 def _reconstructed(q, k, v, dtype, device, mask, features) -> _Asked:
     """The arguments of a scaled_dot_product_attention that was not called by that name, from what its operators got."""
     tensors = (torch.empty(shape, dtype=dtype, device=device) for shape in (q, k, v))
-    causal = isinstance(mask, torch.Tensor) and not mask.requires_grad and mask_kinds.kind(mask, q[-2], k[-2]) == "causal"
+    causal = (
+        isinstance(mask, torch.Tensor) and not mask.requires_grad and mask_kinds.kind(mask, q[-2], k[-2]) == "causal"
+    )
     return _Asked(*tensors, None if causal else mask, 0.1 if "dropout" in features else 0.0, causal)
 
 

@@ -26,6 +26,7 @@ LAYERS = [
     {"execution", "pair_launching"},
     {"ops", "pairs", "captures"},
     {"interface"},
+    {"inlined"},
     {"patcher"},
     {"registration", "models", "model_verification", "environment", "tracing"},
     {"verification", "auditing", "benchmarking"},

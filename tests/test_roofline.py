@@ -12,10 +12,10 @@ pytest.importorskip("flashpatch.cli", reason="needs the editable install: pip in
 
 import jsonschema
 from click.testing import CliRunner
+from flashpatch.cli import charts
 
 from flashpatch import cli, roofline
 from flashpatch.benchmarking import Shape
-from flashpatch.cli import charts
 from flashpatch.roofline import Ceilings, Point
 
 CPU = torch.device("cpu")
@@ -46,7 +46,9 @@ def test_a_dense_call_is_counted_operator_by_operator(variant):
     flops, moved = roofline.count(
         roofline._runner(variant, SHAPE, "backward", torch.float32, CPU), SHAPE, "backward", 4
     )
-    assert flops == 2 * SHAPE.flops("forward") and moved >= 5 * matrix  # scores are kept, so they are not computed again
+    assert (
+        flops == 2 * SHAPE.flops("forward") and moved >= 5 * matrix
+    )  # scores are kept, so they are not computed again
 
 
 def test_a_fused_call_moves_its_inputs_and_outputs_once():

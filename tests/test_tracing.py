@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
+from tiny_models import BY_NAME, MODELS, ids, noise
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -16,7 +16,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import flashpatch
 from flashpatch import families, findings, mask_kinds, profiles
-from tiny_models import BY_NAME, MODELS, ids, noise
 
 
 def qkv(heads=4, heads_kv=None, seqlen=64, dtype=torch.float32, head_dim=16):
@@ -107,7 +106,7 @@ def test_each_implementation_is_named(name, inference):
     assert row.kind == families.BY_NAME[row.family].kind
     assert row.matrix_bytes == (4 * math.prod(shape[:2]) * 64 * 64 if dense else 0)
     assert bool(codes(report, "slow")) == (dense or name == "flashpatch_fallback")
-    assert row.bytes >= 4 * 4 * math.prod(shape) + 2 * row.matrix_bytes * ("eager" == name)
+    assert row.bytes >= 4 * 4 * math.prod(shape) + 2 * row.matrix_bytes * (name == "eager")
 
 
 def test_the_emulated_kernel_is_named(monkeypatch):
@@ -122,7 +121,9 @@ def test_the_emulated_kernel_is_named(monkeypatch):
 
 def test_other_libraries_are_known_by_their_operators():
     library = torch.library.Library("flash_attn", "FRAGMENT")
-    library.define("_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, bool causal, float softcap=0.) -> Tensor")
+    library.define(
+        "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, bool causal, float softcap=0.) -> Tensor"
+    )
     library.impl("_flash_attn_forward", lambda q, k, v, dropout_p, causal, softcap=0.0: q.clone(), "CPU")
     q, k, v = (torch.randn(2, 32, 4, 16) for _ in range(3))
     (row,) = traced(torch.ops.flash_attn._flash_attn_forward, q, k, v, 0.0, True, 5.0).rows
@@ -298,7 +299,9 @@ def test_hard_coded_attention(name):
 def test_an_attention_function_without_a_mask_function():
     AttentionInterface.register("maskless", sdpa_attention_forward)
     report = traced(BY_NAME["llama"].model("maskless"), ids())
-    assert codes(report, "wrong") == {"mask_function_missing"} and "'maskless'" in text_of(report, "mask_function_missing")
+    assert codes(report, "wrong") == {"mask_function_missing"} and "'maskless'" in text_of(
+        report, "mask_function_missing"
+    )
 
 
 def packed(**keywords):
@@ -309,7 +312,9 @@ def test_packed_documents_that_see_each_other():
     model = BY_NAME["llama"].model("sdpa")
     assert codes(traced(model, **packed()), "wrong") == {"packed_contamination"}
     everything = torch.ones(1, 12, dtype=torch.long)
-    assert codes(traced(model, **packed(attention_mask=everything, use_cache=False)), "wrong") == {"packed_contamination"}
+    assert codes(traced(model, **packed(attention_mask=everything, use_cache=False)), "wrong") == {
+        "packed_contamination"
+    }
     apart = traced(model, **packed(use_cache=False))
     assert codes(apart, "wrong") == set() and apart.rows[0].mask == "causal, an interval of keys per row"
     model.set_attn_implementation("eager")
@@ -473,7 +478,15 @@ def test_budgets():
 
 
 def kernel(name, ts, dur=10.0, stream=7):
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "pid": 0, "args": {"device": 0, "stream": stream}}
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "pid": 0,
+        "args": {"device": 0, "stream": stream},
+    }
 
 
 GEMM, SOFTMAX = "sm90_xmma_gemm_bf16bf16_tn", "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>"
