@@ -62,8 +62,7 @@ def report(model, gpu, trace, profile, watch: Watch, strict, dtype, device, as_j
         if (
             trace
             or model
-            or (watch.given
-            and watch != Watch(False, False, False, None, watch.expect, watch.forbid, None, None))
+            or (watch.given and watch != Watch(False, False, False, None, watch.expect, watch.forbid, None, None))
         ):
             raise Fault("--profile reads a file: leave out MODEL, --trace and what belongs to it", USAGE)
         return _profile(profile, watch, as_json)

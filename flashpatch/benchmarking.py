@@ -129,7 +129,7 @@ def bench(
 def _ceiling(dtype, device) -> float:
     """TFLOP/s of the library's matrix product, random data: what the tensor cores give at this card's clocks and power."""
     a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * CEILING_SIZE**3 / _time(lambda: a @ b, device) / 1e9
+    return 2.0 * CEILING_SIZE**3 / milliseconds(lambda: a @ b, device) / 1e9
 
 
 def _inputs(shape: Shape, dtype, device, requires_grad: bool):

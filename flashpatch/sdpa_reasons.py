@@ -90,11 +90,9 @@ def _on_cuda(name, q, k, v, mask, dropout_p, is_causal, enable_gqa) -> str:
 
 def _choice_words(backend, q, k, v, mask, dropout_p, is_causal, enable_gqa) -> list[str]:
     """What the choice operator says when only `backend` is allowed."""
-    with sdpa_kernel(backend), _heard() as texts:
-        try:
-            torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, enable_gqa=enable_gqa)
-        except RuntimeError:
-            pass  # "no available kernel" is the answer asked for; its reasons are in the warnings
+    # "no available kernel" is the answer asked for; its reasons are in the warnings
+    with sdpa_kernel(backend), _heard() as texts, contextlib.suppress(RuntimeError):
+        torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, enable_gqa=enable_gqa)
     return texts
 
 
