@@ -7,6 +7,7 @@ standard error, where some of its builds write them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
