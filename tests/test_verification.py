@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo  # the first dispatch mode imports it, which must not happen while a test replaces torch.device
 import yaml
 
 from flashpatch import cases, compiler, evidence, fallback, launcher, planning, verification
