@@ -66,10 +66,12 @@ def report(model, gpu, trace, profile, watch: Watch, strict, dtype, device, as_j
         ):
             raise Fault("--profile reads a file: leave out MODEL, --trace and what belongs to it", USAGE)
         return _profile(profile, watch, as_json)
+    if not trace and watch.html:
+        raise Fault("--html writes what --all or --trace shows; add one of them", USAGE)
     if not trace or not model or gpu:
         raise Fault(
             "--trace runs MODEL on this machine: type flashpatch audit MODEL --trace, without --gpu; --expect, --forbid, "
-            "--max-declines, --html, --patch, --compile, --train and --padding belong to it",
+            "--max-declines, --patch, --compile, --train and --padding belong to it",
             USAGE,
         )
     _check(watch)
