@@ -65,8 +65,14 @@ MODULES = {
 }
 
 
+@functools.cache
 def where(cls: type) -> Where | None:
-    """Where a module class has its attention; None for classes that are not read."""
+    """Where a module class has its attention; None for classes that are not read.
+
+    Nor is one that asks for an implementation in the transformers that is installed: GPT-J does from 5.24 on, say.
+    """
+    if "ALL_ATTENTION_FUNCTIONS" in "".join(interface.source_of(base) for base in cls.__mro__[:-2]):
+        return None
     parts = cls.__module__.split(".")
     if parts[:2] != ["transformers", "models"] or len(parts) < 4:
         return None
