@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from . import models, options, rendering
+from . import models, options, rendering, tracing
 from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 
 
@@ -14,26 +14,44 @@ from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 @click.argument("model", required=False)
 @click.option("--gpu", metavar="NAME", help='Plan for this GPU (h200, "RTX 4090", sm_90), here or not.')
 @click.option("--markdown", metavar="FILE", help="Rewrite the support table between FILE's markers (-: print it).")
+@click.option("--all", "every", is_flag=True, help="With MODEL: every generation and dtype instead of one GPU.")
+@click.option("--svg", metavar="FILE", help="With --all: write the picture (-: print it).")
+@click.option(
+    "--html", metavar="FILE", help="With --all or --trace: write the report as one HTML file (--all -: print it)."
+)
+@tracing.options
 @options.strict
 @options.dtype("Only this dtype; with MODEL: the model's dtype.")
 @options.device
 @options.model_options
 @options.as_json
-@options.json_schema("auditing.AuditReport")
-def command(model, gpu, markdown, strict, dtype, device, as_json, **load):
+@options.json_schema("auditing.AuditReport", "auditing.GridReport", "tracing.TraceReport", "profiles.ProfileReport")
+def command(model, gpu, markdown, every, html, svg, trace, profile, watch, strict, dtype, device, as_json, **load):
     """Show this machine's environment, what the kernels support on its GPU or on --gpu NAME, and, with MODEL (hub id
     or folder), what each attention module runs on now and would run on patched. Launches nothing, loads no weights.
+
+    With --trace: load MODEL, run it once, and show what computed each attention and why nothing faster did. With
+    --profile FILE: the same from a trace that torch's profiler wrote. --expect, --forbid and --max-declines exit with 3
+    where they do not hold.
     """
-    from flashpatch import auditing
+    from flashpatch import auditing, planning
 
     if markdown:
         _write_markdown(auditing, markdown)
         return
+    if every and (model is None or gpu or device or trace or profile):
+        raise click.UsageError("--all shows MODEL on every generation: it needs MODEL, and neither --gpu nor --device")
+    if svg and not every:
+        raise click.UsageError("--svg draws what --all shows; add --all")
+    if not every and (trace or profile or watch.given):
+        raise SystemExit(tracing.report(model, gpu, trace, profile, watch, strict, dtype, device, as_json, load))
     models.quiet()
+    if every:
+        raise SystemExit(_every(auditing, model, html, svg, strict, dtype, as_json, load))
     try:
         with models.translated():
             report = auditing.audit(model, gpu=gpu, dtype=dtype, device=device, **load)
-    except auditing.UnknownGpu as error:
+    except (auditing.UnknownGpu, planning.SwitchError) as error:
         raise Fault(str(error), USAGE) from None
     except auditing.NoSuchDevice as error:
         raise Fault(str(error), MISSING) from None
@@ -98,16 +116,88 @@ def _print(report) -> None:
         rendering.table(["feature", "direction", "dtype", "head dims", "status", "runs on", "note"], rows)
     if report.modules:
         click.echo()
-        rows = [
-            [module.path, module.module, module.now, module.forward, module.backward, "; ".join(module.reasons)]
-            for module in report.modules
-        ]
-        rendering.table(["module", "class", "now", "patched: forward", "backward", "why not"], rows, report.model)
+        rows = [row for module in report.modules for row in _rows(module)]
+        columns = ["module", "class", "now", "direction", "runs on", "tile", "shared memory", "status", "why"]
+        rendering.table(columns, rows, report.model)
         total = len(report.modules)
         click.echo(
             f"{sum(module.dispatched for module in report.modules)} of {total} attention modules would call flashpatch, "
             f"{sum(module.dispatched and not module.reasons for module in report.modules)} of {total} run on a kernel."
         )
+
+
+def _rows(module) -> list[list]:
+    """A line for each direction of a module, and for each way its calls differ."""
+    start = [module.path, module.module, module.now]
+    if not module.choices:
+        return [[*start, "both", "its own", "", "", "", "; ".join(module.reasons)]]
+    return [[*start, choice.direction, *_choice(choice)] for choice in module.choices]
+
+
+def _choice(choice) -> list[str]:
+    size = rendering.kilobytes(choice.shared_memory) if choice.kernel else ""
+    return [choice.kernel or "fallback", choice.tile, size, choice.status, "; ".join(choice.reasons)]
+
+
+# ---- every generation and dtype ----
+
+
+def _every(auditing, model: str, html, svg, strict, dtype, as_json, load) -> int:
+    from . import picture
+
+    with models.translated():
+        report = auditing.grid(model, dtype=dtype, **load)
+    declined = strict and any(square.status == "fallback" for square in report.squares)
+    code = DECLINED if declined or report.dispatched < report.modules else HOLDS
+    printed = False
+    for target, draw in ((html, picture.html), (svg, picture.svg)):
+        if target:
+            printed |= target == "-"
+            _write(target, draw(report))
+    if as_json:
+        rendering.emit_json(report, code)
+    elif not printed:
+        _print_every(report)
+    return code
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        click.echo(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Fault(f"{target} cannot be written: {error}", USAGE) from None
+
+
+def _print_every(report) -> None:
+    groups: dict[tuple, list] = {}
+    for square in report.squares:
+        for tally in square.tallies or [None]:
+            line = ("its own", "", "", "", "") if tally is None else tuple(_choice(tally.choice))
+            count = 0 if tally is None else tally.modules
+            where = (f"{square.title} ({', '.join(square.capabilities)})", rendering.kilobytes(square.shared_memory))
+            groups.setdefault((*where, square.direction, count, line), []).append(square.dtype)
+    both: dict[tuple, list] = {}
+    for (*where, direction, count, line), dtypes in groups.items():
+        both.setdefault((*where, ", ".join(dtypes), count, line), []).append(direction)
+    rows = [
+        [title, limit, dtypes, ", ".join(directions), f"{count} of {report.modules}", *line]
+        for (title, limit, dtypes, count, line), directions in both.items()
+    ]
+    columns = ["generation", "block may have", "dtype", "direction", "modules", "runs on", "tile", "shared memory"]
+    rendering.table([*columns, "status", "why"], rows, report.model)
+    click.echo(summary(report))
+    for reason in report.reasons:
+        click.echo(f"not dispatched: {reason}")
+
+
+def summary(report) -> str:
+    """A model's attention in a sentence."""
+    asked = f" asks for {', '.join(report.features)}" if report.features else ""
+    dims = f", head dim {' and '.join(map(str, report.head_dims))}" if report.head_dims else ""
+    return f"{report.dispatched} of {report.modules} attention modules would call flashpatch; attention{asked}{dims}."
 
 
 def _merged(support):

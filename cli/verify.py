@@ -17,20 +17,42 @@ from .rendering import DECLINED, HOLDS, MISMATCH, MISSING, USAGE, Fault
 @click.option("--no-backward", is_flag=True, help="With MODEL: leave the gradients out.")
 @click.option("--record", is_flag=True, help="Write tests/evidence/<gpu>.json from this run (a GPU and a checkout).")
 @click.option("--demote", is_flag=True, help="Set what has no valid evidence to compiled in compat_matrix.yaml.")
+@click.option(
+    "--capture", metavar="FILE", help="With MODEL: write the attention call that differs first (or the first) there."
+)
+@click.option(
+    "--layer", metavar="MODULE", help="With --capture: the attention module whose call is written, by path or number."
+)
+@click.option("--replay", metavar="FILE", help="Run a captured call again and compare it with the reference.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all inputs.")
 @options.strict
 @options.dtype("Only this dtype; with MODEL: the model's dtype.")
 @options.device
 @options.model_options
 @options.as_json
-@options.json_schema("verification.KernelReport", "model_verification.ModelReport")
+@options.json_schema("verification.KernelReport", "model_verification.ModelReport", "captures.ReplayReport")
 def command(
-    model, emulate, gpu, require_gpu, quick, no_backward, record, demote, seed, strict, dtype, device, as_json, **load
-):
+    model, emulate, gpu, require_gpu, quick, no_backward, record, demote, capture, layer, replay, seed, strict, dtype, device,
+    as_json, **load
+):  # fmt: skip
     """Measure every kernel the matrix claims for this machine against a fp64 reference, forward and backward.
 
-    With MODEL (hub id or folder): compare the patched and the unpatched model with eager attention in fp32.
+    With MODEL (hub id or folder): compare the patched and the unpatched model with eager attention in fp32. Where it
+    differs, the report names the first module and heads that do, says whether that module's attention call is wrong by
+    itself, whether the unpatched model was finite there, and whether its input fits the dtype.
+
+    A failing case in one small file: `flashpatch verify MODEL --capture call.safetensors` writes that attention call's
+    tensors and arguments, `flashpatch verify --replay call.safetensors` runs it again, on a GPU, or in the CPU emulator
+    (--gpu NAME: with that GPU's kernels).
     """
+    if replay:
+        if model or record or demote or quick or capture:
+            raise click.UsageError("--replay needs no MODEL, and none of --record, --demote, --quick, --capture")
+        raise SystemExit(_replay(replay, emulate, gpu, require_gpu, device, as_json))
+    if (capture or layer) and model is None:
+        raise click.UsageError("--capture and --layer are about one call of a MODEL; name it")
+    if layer and not capture:
+        raise click.UsageError("--layer says which call --capture writes; add --capture FILE")
     if demote and not record:
         _demote()
         return
@@ -40,7 +62,7 @@ def command(
         if record or demote or quick or emulate or gpu:
             words = "--record, --demote, --quick, --emulate and --gpu are for kernels; leave them or MODEL out"
             raise click.UsageError(words)
-        code = _model(model, require_gpu, strict, no_backward, seed, dtype, device, as_json, load)
+        code = _model(model, require_gpu, strict, no_backward, capture, layer, seed, dtype, device, as_json, load)
     raise SystemExit(code)
 
 
@@ -150,15 +172,72 @@ def _demote() -> None:
         click.echo("Every verified cell has valid evidence; nothing to demote.")
 
 
-def _model(name, require_gpu, strict, no_backward, seed, dtype, device, as_json, load) -> int:
-    from flashpatch import model_verification
+def _replay(file, emulate, gpu, require_gpu, device, as_json) -> int:
+    from flashpatch import captures, verification
+
+    try:
+        here = verification.device_here(device, emulate, gpu)
+    except verification.NothingToRunOn as error:
+        if emulate or device:
+            raise Fault(str(error), MISSING) from None
+        here = None
+    except ValueError as error:
+        raise Fault(str(error), USAGE) from None
+    if here is not None and here.backend == "compiled":
+        here = None
+    try:
+        report = captures.replay(file, here)
+    except captures.CaptureError as error:
+        raise Fault(str(error), USAGE) from None
+    if not report.holds:
+        code = MISMATCH
+    elif report.backend == "fallback" or (require_gpu and report.backend != "gpu"):
+        code = DECLINED
+    else:
+        code = HOLDS
+    if as_json:
+        rendering.emit_json(report, code)
+        return code
+    shapes = ", ".join(f"{name} {shape}" for name, shape in report.shapes.items())
+    click.echo(f"{report.file}: {report.module} of {report.model}, {report.dtype}, {shapes}")
+    click.echo(f"asks for {' + '.join(report.features) or 'plain attention'}")
+    columns = ["", "tensor", "error", "eager's", "bound", "holds", "heads beyond it"]
+    rows = [
+        [when, check.tensor, *map(rendering.number, (check.error, check.eager_error, check.bound)),
+         "yes" if check.passed else "NO", ", ".join(map(str, check.heads))]
+        for when, checks in (("captured", report.captured), ("replayed", report.replayed))
+        for check in checks
+    ]  # fmt: skip
+    rendering.table(columns, rows)
+    click.echo(f"captured on {report.captured_on}; replayed on {report.replayed_on}.")
+    for decline in report.declines:
+        click.echo(f"no kernel: {decline}")
+    if report.error:
+        click.echo(f"FAILED: {report.error}")
+    elif code == MISMATCH:
+        click.echo("FAILED: the replayed call is further from the reference than its dtype explains.")
+    elif report.backend == "fallback":
+        click.echo("Not verified: no kernel ran this call; the exact fallback's results match.")
+    elif code == DECLINED:
+        click.echo("--require-gpu: no kernel ran on a GPU.")
+    else:
+        click.echo("Holds: every tensor of the replayed call is within its bound.")
+    return code
+
+
+def _model(name, require_gpu, strict, no_backward, capture, layer, seed, dtype, device, as_json, load) -> int:
+    from flashpatch import captures, model_verification
 
     with models.translated():
         loaded, inputs = models.load(name, dtype=dtype, device=device, patched=False, padding="left", seed=seed, **load)
         with rendering.progress("verify") as advance:
-            report = model_verification.verify_model(
-                loaded, inputs, name=name, backward=not no_backward, seed=seed, advance=advance
-            )
+            try:
+                report = model_verification.verify_model(
+                    loaded, inputs, name=name, backward=not no_backward, seed=seed, capture=capture, layer=layer,
+                    advance=advance,
+                )  # fmt: skip
+            except (captures.CaptureError, model_verification.NothingToCaptureError) as error:
+                raise Fault(str(error), USAGE) from None
     code, why = _model_code(report, require_gpu, strict)
     if as_json:
         rendering.emit_json(report, code)
@@ -219,6 +298,10 @@ def _print_model(report) -> None:
     for comparison in report.comparisons:
         if not comparison.passed:
             click.echo(f"FAILED {comparison.message}")
+    if report.explanation:
+        click.echo(report.explanation.text)
+    if report.capture:
+        click.echo(f"wrote {report.capture}; type: flashpatch verify --replay {report.capture}")
     if report.unpatched_nan:
         names = ", ".join(report.unpatched_nan[:5]) + (" ..." if len(report.unpatched_nan) > 5 else "")
         click.echo(f"The unpatched model itself is not finite in {len(report.unpatched_nan)} quantities: {names}")

@@ -55,6 +55,7 @@ template <class T> DEVICE void st_global(T* pointer, T value) { *pointer = value
 DEVICE void red_add_global(float* pointer, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
 }
+#ifndef WORDS_OF_SM75  // ptx_sm75.cuh takes all that is not so guarded, and has its own for the rest
 // Four neighbouring floats; one instruction where the hardware has it.
 #if __CUDA_ARCH__ >= 900
 constexpr bool kHasVectorReduction = true;
@@ -67,6 +68,7 @@ DEVICE void red_add_global(float* pointer, F32x4 v) {
   red_add_global(pointer, v.x); red_add_global(pointer + 1, v.y); red_add_global(pointer + 2, v.z); red_add_global(pointer + 3, v.w);
 }
 #endif
+#endif
 DEVICE i32 ld_acquire_global(const i32* pointer) {
   i32 v;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
@@ -77,6 +79,7 @@ DEVICE void red_release_add_global(i32* pointer, i32 value) {
 }
 DEVICE void fence_global() { __threadfence(); }
 
+#ifndef WORDS_OF_SM75
 // ---- asynchronous copy: 16 bytes, zero-filled where not valid (source is not read then) ----
 DEVICE void cp_async_16(u32 destination, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0) : "memory");
@@ -95,6 +98,7 @@ template <bool kIsBf16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#endif
 
 // ---- threads with each other ----
 DEVICE void sync_block() { __syncthreads(); }
@@ -104,6 +108,7 @@ DEVICE u32 shfl_xor(u32 value, int mask) { return __shfl_xor_sync(~0u, value, ma
 DEVICE i32 shfl_xor(i32 value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE bool vote_any(bool predicate) { return __any_sync(~0u, predicate); }
 DEVICE bool vote_all(bool predicate) { return __all_sync(~0u, predicate); }
+DEVICE u32 ballot(bool predicate) { return __ballot_sync(~0u, predicate); }  // bit l: lane l's
 DEVICE bool sync_block_or(bool predicate) { return __syncthreads_or(predicate); }
 
 // ---- arithmetic ----
@@ -129,6 +134,7 @@ DEVICE float tanh_approx(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+#ifndef WORDS_OF_SM75
 // Two 16-bit values in one register, the first in the low half.
 template <bool kIsBf16> DEVICE u32 pack(float low, float high) {
   u32 r;
@@ -136,6 +142,7 @@ template <bool kIsBf16> DEVICE u32 pack(float low, float high) {
   else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+#endif
 template <bool kIsBf16> DEVICE F32x2 unpack(u32 pair) {
   if constexpr (kIsBf16) return {__int_as_float(pair << 16), __int_as_float(pair & 0xffff0000u)};
   F32x2 v;

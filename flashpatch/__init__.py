@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # public name -> module; loaded on first use, so that importing flashpatch stays cheap
 _PUBLIC = {
     "attention": "ops",
+    "pairwise": "pairs",
     "stats": "counting",
     "reset_counts": "counting",
     "apply": "patcher",
@@ -24,6 +25,8 @@ _PUBLIC = {
     "plan": "auditing",
     "verify": "verification",
     "audit": "auditing",
+    "trace": "tracing",
+    "bench": "benchmarking",
     "DeclinedError": "problem",
 }
 

@@ -5,10 +5,7 @@ Nothing is launched and no CUDA context is created beyond asking for the GPU's n
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
-import platform
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -16,146 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compiler, emulator, execution, models, ops, patcher, planning
-from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
-
-# ---- the environment ----
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something wrong with the environment, and the line to type."""
-
-    code: Annotated[str, "a stable name"]
-    text: Annotated[str, "what is wrong"]
-    remedy: Annotated[str, "what to type or do; empty if there is nothing"]
-
-
-@dataclass(frozen=True)
-class Environment:
-    """The block to paste into an issue."""
-
-    flashpatch: Annotated[str, "flashpatch's version"]
-    python: Annotated[str, "Python's version"]
-    system: Annotated[str, "operating system and processor"]
-    torch: Annotated[str, "torch's version"]
-    torch_cuda: Annotated[str | None, "CUDA that torch was built with; null: a CPU build"]
-    transformers: Annotated[str | None, "transformers' version"]
-    gpus: Annotated[list[str], "GPUs torch sees, with compute capability"]
-    driver: Annotated[str | None, "newest CUDA the driver supports"]
-    cupy: Annotated[list[str], "CuPy packages installed, with versions"]
-    nvrtc: Annotated[str | None, "version of the NVRTC that is used"]
-    cxx: Annotated[str | None, "C++ compiler the CPU emulator uses"]
-    cache: Annotated[str | None, "folder of compiled kernels; null: none can be written, they stay in memory"]
-    variables: Annotated[dict[str, str], "FLASHPATCH_* environment variables that are set"]
-    problems: Annotated[list[Fault], "what is wrong here"]
-
-
-def environment() -> Environment:
-    """Everything about this machine and process that decides what runs."""
-    gpus, faults = _gpus()
-    cupy = _cupy_packages()
-    nvrtc, driver = None, _driver() if gpus else None
-    if len(cupy) > 1:
-        names = [package.split()[0] for package in cupy]
-        faults.append(
-            Fault(
-                "two_cupys",
-                f"{' and '.join(names)} are both installed; they share one folder and break each other",
-                f"pip uninstall -y {' '.join(names)} && {compiler.install_line()}",
-            )
-        )
-    if reason := compiler.available():
-        needed = "kernels cannot run on this GPU" if gpus else "kernels cannot be compiled here"
-        faults.append(Fault(reason.code, f"{needed}: {_what(reason)}", compiler.install_line()))
-    else:
-        nvrtc = ".".join(map(str, compiler.nvrtc_version()))
-        if driver and int(driver.split(".")[0]) < compiler.nvrtc_version()[0]:
-            faults.append(
-                Fault(
-                    "driver",
-                    f"NVRTC {nvrtc} is newer than the driver (CUDA {driver})",
-                    f"update the driver, or: pip install 'flashpatch[cuda{driver.split('.')[0]}]'",
-                )
-            )
-    if reason := emulator.available():
-        faults.append(Fault(reason.code, f"kernels cannot be emulated on the CPU: {_what(reason)}", _remedy(reason)))
-    if (cache := compiler.cache_dir()) is None:
-        faults.append(
-            Fault(
-                "no_cache",
-                "compiled kernels cannot be kept: the cache folder is not writable, or belongs to somebody else",
-                "export FLASHPATCH_CACHE_DIR=/a/folder/of/yours",
-            )
-        )
-    return Environment(
-        flashpatch=_version("flashpatch") or "not installed",
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.release()}, {platform.machine()}",
-        torch=torch.__version__,
-        torch_cuda=torch.version.cuda,
-        transformers=_version("transformers"),
-        gpus=gpus,
-        driver=driver,
-        cupy=cupy,
-        nvrtc=nvrtc,
-        cxx=_cxx(),
-        cache=str(cache) if cache else None,
-        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASHPATCH_")},
-        problems=faults,
-    )
-
-
-def _gpus() -> tuple[list[str], list[Fault]]:
-    if torch.version.cuda is None:
-        if not os.path.exists("/proc/driver/nvidia/version"):
-            return [], []
-        remedy = "pip install --upgrade --force-reinstall torch  (see pytorch.org for the build of your CUDA)"
-        return [], [Fault("torch_cpu", "there is an NVIDIA driver, but this torch was built without CUDA", remedy)]
-    if not torch.cuda.is_available():
-        return [], [Fault("no_gpu", "torch was built with CUDA but finds no usable GPU or driver", "nvidia-smi")]
-    found, faults = [], []
-    for index in range(torch.cuda.device_count()):
-        device = execution.device_of(torch.device("cuda", index))
-        number = ".".join(map(str, device.capability))
-        found.append(f"cuda:{index} {device.name}, compute capability {number}, {device.generation}")
-        if device.capability not in planning.support().capabilities:
-            faults.append(
-                Fault("unknown_gpu", f"{device.name}: not known to this version", "pip install -U flashpatch")
-            )
-    return found, faults
-
-
-def _driver() -> str | None:
-    """The newest CUDA the driver supports, "13.0"."""
-    number = compiler.driver_version()
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
-
-
-def _what(reason: Reason) -> str:
-    return reason.text.split("; type: ")[0]
-
-
-def _remedy(reason: Reason) -> str:
-    return reason.text.partition("; type: ")[2]
-
-
-def _cxx() -> str | None:
-    command = emulator.find_compiler(os.environ.get("FLASHPATCH_CXX"))
-    return " ".join(command) if command else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cupy_packages() -> list[str]:
-    names = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
-    return [f"{name} {version}" for name in names if (version := _version(name))]
-
+from . import execution, models, ops, patcher, planning
+from .environment import Environment, environment
+from .problem import DIRECTIONS, DTYPES, Decline, DeclinedError, Device, Plan, Problem, Reason
 
 # ---- the matrix ----
 
@@ -184,7 +44,8 @@ def support_of(device: Device, dtype: str | None = None) -> list[Support]:
             for feature in matrix.features:
                 for head_dim in matrix.head_dims:
                     features = frozenset() if feature == "plain" else frozenset([feature])
-                    decision = planning.resolve(Problem(direction, name, head_dim, head_dim, features), device)
+                    head_dim_v = min(head_dim, matrix.head_dims_v[-1])
+                    decision = planning.resolve(Problem(direction, name, head_dim, head_dim_v, features), device)
                     if isinstance(decision, Plan):
                         outcome = (decision.status, decision.config.kernel, decision.note)
                     else:
@@ -218,6 +79,10 @@ def markdown(matrix: planning.Matrix) -> str:
         "it and passes in the CPU emulator, never ran there. *fallback*: no kernel; computed exactly by torch operators "
         "in tiles, and counted.",
     ]
+    for name, title in matrix.generations.items():
+        here = sorted({cell.dtype for cell in matrix.cells.values() if cell.generation == name})
+        if here and here != dtypes:
+            lines[-1] += f" On {title} only {' and '.join(here)}."
     together = [
         f"{' + '.join(sorted(names))}{'' if len(directions) == 2 else f' in the {min(directions)}'} ({reason})"
         for names, directions, reason in matrix.excludes
@@ -278,6 +143,18 @@ class UnknownGpu(ValueError):
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What one direction of a module's attention runs on."""
+
+    direction: Annotated[str, "forward or backward"]
+    kernel: Annotated[str | None, "kernel; null: flashpatch's exact fallback"]
+    tile: Annotated[str, "queries x keys of a block, warps, stages; empty for the fallback"]
+    shared_memory: Annotated[int, "bytes of shared memory per block; 0 for the fallback"]
+    status: Annotated[str, "verified, compiled or fallback"]
+    reasons: Annotated[tuple[str, ...], "why no kernel; of a kernel, what is to be said of it"]
+
+
+@dataclass(frozen=True)
 class ModuleAudit:
     """One attention module of a model."""
 
@@ -292,6 +169,7 @@ class ModuleAudit:
     forward: Annotated[str, "kernel and status, or fallback"]
     backward: Annotated[str, "kernel and status, or fallback"]
     reasons: Annotated[list[str], "why not a kernel"]
+    choices: Annotated[list[Choice], "both directions in detail, one entry for each way its calls differ"]
 
 
 @dataclass(frozen=True)
@@ -305,6 +183,42 @@ class AuditReport:
     support: Annotated[list[Support], "the matrix for that GPU"]
     model: Annotated[str, "the model; empty without one"]
     modules: Annotated[list[ModuleAudit], "its attention modules"]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Modules of a model that run the same way."""
+
+    modules: Annotated[int, "how many"]
+    choice: Annotated[Choice, "what they run on"]
+
+
+@dataclass(frozen=True)
+class Square:
+    """One generation, dtype and direction for a model."""
+
+    generation: Annotated[str, "as in compat_matrix.yaml"]
+    title: Annotated[str, "what people call it"]
+    capabilities: Annotated[list[str], "compute capabilities that decide alike"]
+    gpus: Annotated[list[str], "GPUs of them"]
+    shared_memory: Annotated[int, "bytes a block may have there"]
+    dtype: Annotated[str, "dtype of q, k, v"]
+    direction: Annotated[str, "forward or backward"]
+    status: Annotated[str, "the weakest of its modules: verified, compiled or fallback"]
+    tallies: Annotated[list[Tally], "what its modules run on"]
+
+
+@dataclass(frozen=True)
+class GridReport:
+    """`flashpatch audit --all MODEL`: every generation and dtype for one model."""
+
+    model: Annotated[str, "the model"]
+    modules: Annotated[int, "attention modules it has"]
+    dispatched: Annotated[int, "of which call flashpatch when patched"]
+    features: Annotated[list[str], "what their calls ask for beyond plain attention"]
+    head_dims: Annotated[list[int], "head dims of q, k and v"]
+    reasons: Annotated[list[str], "why the others do not"]
+    squares: Annotated[list[Square], "one entry per generation, dtype and direction"]
 
 
 def audit(model=None, *, gpu: str | None = None, dtype: str | None = None, device: str | None = None, **load):
@@ -332,6 +246,86 @@ def plan(
     without padding.
     """
     target, _ = _target(gpu, device)
+    return [_module_audit(call, target) for call in _traced(model, dtype, inputs, load)]
+
+
+def grid(model, *, dtype: str | None = None, inputs=None, **load) -> GridReport:
+    """What a model would run on, on every generation and in every dtype; nothing is computed, no GPU needed."""
+    calls = _traced(model, None, inputs, load)
+    asked = [call.problems for call in calls if call.problems]
+    found: dict[tuple, Square] = {}
+    matrix = planning.support()
+    for capability in matrix.capabilities.values():
+        device = planning.device_for(capability.number)
+        number = ".".join(map(str, capability.number))
+        squares = [
+            Square(
+                capability.generation, matrix.generations[capability.generation], [number], list(capability.gpus),
+                device.shared_memory, name, direction, *_tallied(asked, device, name, direction),
+            )
+            for name in DTYPES if dtype in (None, name) for direction in DIRECTIONS
+        ]  # fmt: skip
+        key = (capability.generation, *(str(square.tallies) for square in squares))
+        if key in found:  # decides as one before it
+            for square in found[key]:
+                square.capabilities.append(number)
+                square.gpus.extend(capability.gpus)
+        else:
+            found[key] = squares
+    problems = [problem for of_module in asked for problem in of_module]
+    return GridReport(
+        model if isinstance(model, str) else type(model).__name__,
+        len(calls),
+        len(asked),
+        sorted(set().union(*(problem.features for problem in problems))),
+        sorted({size for problem in problems for size in (problem.head_dim, problem.head_dim_v)}),
+        list(dict.fromkeys(reason for call in calls if not call.problems for reason in call.reasons())),
+        [square for squares in found.values() for square in squares],
+    )
+
+
+def _tallied(asked: list[list[Problem]], device: Device, dtype: str, direction: str) -> tuple[str, list[Tally]]:
+    counts: dict[Choice, int] = {}
+    for problems in asked:
+        kinds = {_choice(replace(problem, dtype=dtype, direction=direction), device) for problem in problems}
+        weakest = max(sorted(kinds, key=str), key=lambda choice: STATUSES.index(choice.status))
+        counts[weakest] = counts.get(weakest, 0) + 1
+    tallies = [Tally(count, choice) for choice, count in counts.items()]
+    return max((choice.status for choice in counts), key=STATUSES.index, default="fallback"), tallies
+
+
+STATUSES = ("verified", "compiled", "fallback")
+
+
+def _choice(problem: Problem, target: Device | Reason) -> Choice:
+    """What a problem runs on, in words and numbers."""
+    decision = Decline(problem, (target,)) if isinstance(target, Reason) else planning.resolve(problem, target)
+    if isinstance(decision, Decline):
+        reasons = tuple(f"{reason.code}: {reason.text}" for reason in decision.reasons)
+        return Choice(problem.direction, None, "", 0, "fallback", reasons)
+    config = decision.config
+    tile = f"{config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stage{'s' if config.num_stages > 1 else ''}"
+    notes = (decision.note,) if decision.note else ()
+    return Choice(problem.direction, config.kernel, tile, planning.shared_memory(config), decision.status, notes)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """One attention module and what its calls ask for."""
+
+    row: object  # of the patch's report
+    now: str
+    problems: list[Problem]
+    refusal: str
+
+    def reasons(self) -> list[str]:
+        """Why it was not dispatched."""
+        found = [f"{code}: {text}" for code, text in self.row.reasons if self.row.switched is False]
+        return found or [self.refusal or "not_dispatched: one forward did not bring it to flashpatch"]
+
+
+def _traced(model, dtype: str | None, inputs, load: dict) -> list[_Traced]:
+    """Every attention module of a model, from one forward of a model without values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         if not isinstance(model, torch.nn.Module):
             model = _skeleton(model, dtype, load)
@@ -361,7 +355,7 @@ def plan(
     for row in rows:
         module = classes[row.path]
         problems = list(dict.fromkeys(asked.get(id(module), ())))
-        found.append(_module_audit(row, now[id(module)], problems, target, refusal))
+        found.append(_Traced(row, now[id(module)], problems, refusal))
     return found
 
 
@@ -382,27 +376,30 @@ def _implementation(module) -> str:
     return str(getattr(config, "_attn_implementation", None) or "its own")
 
 
-def _module_audit(row, now: str, problems: list[Problem], target: Device | Reason, refusal: str) -> ModuleAudit:
-    if not problems:
-        reasons = [f"{code}: {text}" for code, text in row.reasons if row.switched is False]
-        reasons = reasons or [refusal or "not_dispatched: one forward did not bring it to flashpatch"]
-        return ModuleAudit(row.path, row.class_name, now, False, "", 0, 0, [], "its own", "its own", reasons)
+def _module_audit(call: _Traced, target: Device | Reason) -> ModuleAudit:
+    row = call.row
+    if not call.problems:
+        reasons = call.reasons()
+        return ModuleAudit(row.path, row.class_name, call.now, False, "", 0, 0, [], "its own", "its own", reasons, [])
+    choices = list(
+        dict.fromkeys(
+            _choice(replace(problem, direction=direction), target)
+            for direction in DIRECTIONS
+            for problem in call.problems
+        )
+    )
     words, reasons = {}, {}
-    for direction in ("forward", "backward"):
-        for problem in problems:
-            problem = replace(problem, direction=direction)
-            named = isinstance(target, Reason)
-            decision = Decline(problem, (target,)) if named else planning.resolve(problem, target)
-            if isinstance(decision, Plan):
-                words.setdefault(direction, f"{decision.config.kernel} ({decision.status})")
-            else:
-                words[direction] = "fallback"
-                reasons.update({f"{reason.code}: {reason.text}": None for reason in decision.reasons})
-    first = problems[0]
-    features = sorted(set().union(*(problem.features for problem in problems)))
+    for choice in choices:
+        if choice.kernel is None:
+            words[choice.direction] = "fallback"
+            reasons.update(dict.fromkeys(choice.reasons))
+        else:
+            words.setdefault(choice.direction, f"{choice.kernel} ({choice.status})")
+    first = call.problems[0]
+    features = sorted(set().union(*(problem.features for problem in call.problems)))
     return ModuleAudit(
-        row.path, row.class_name, now, True, first.dtype, first.head_dim, first.head_dim_v, features,
-        words["forward"], words["backward"], list(reasons),
+        row.path, row.class_name, call.now, True, first.dtype, first.head_dim, first.head_dim_v, features,
+        words["forward"], words["backward"], list(reasons), choices,
     )  # fmt: skip
 
 
@@ -456,4 +453,8 @@ def _target(gpu: str | None, device: str | None) -> tuple[Device | Reason, str]:
 
 def _titled(target: Device) -> str:
     title = planning.support().generations[target.generation]
-    return f"{target.name} ({title}, {'.'.join(map(str, target.capability))})"
+    own = ".".join(map(str, target.capability))
+    if target.stands_for:
+        number = ".".join(map(str, target.stands_for))
+        return f"{target.name} ({own}), which stands in for {title} ({number}) because of {planning.SWITCH}"
+    return f"{target.name} ({title}, {own})"

@@ -6,10 +6,12 @@ except `load`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import os
 import re
 import sys
@@ -52,8 +54,8 @@ def constants(config: Config) -> str:
 
 @functools.cache
 def headers() -> dict[str, str]:
-    """Every header of cuda_src by name."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(find("cuda_src").glob("*.cuh"))}
+    """What a kernel may include, by name: every header of cuda_src, and kernels, which other families build anew."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(find("cuda_src").glob("*.cu*"))}
 
 
 def source(config: Config) -> str:
@@ -63,7 +65,9 @@ def source(config: Config) -> str:
 
 @functools.cache
 def _kernel_text(kernel: str) -> str:
-    return (find("cuda_src") / f"{kernel}.cu").read_text(encoding="utf-8")
+    if f"{kernel}.cu" not in headers():
+        raise FileNotFoundError(f"cuda_src/{kernel}.cu is missing from this installation of flashpatch")
+    return headers()[f"{kernel}.cu"]
 
 
 def arch(config: Config, device: Device) -> str:
@@ -89,9 +93,16 @@ def _reachable(text: str) -> dict[str, str]:
     while queue:
         for name in re.findall(r'^\s*#include "([^"]+)"', queue.pop(), re.MULTILINE):
             if name not in found:
+                if name not in headers():
+                    raise FileNotFoundError(f"cuda_src/{name} is missing from this installation of flashpatch")
                 found[name] = headers()[name]
                 queue.append(found[name])
     return found
+
+
+def check_sources(kernel: str) -> None:
+    """Raises FileNotFoundError naming the first file that a kernel needs and this installation lacks."""
+    _reachable(_kernel_text(kernel))
 
 
 def _significant(text: str) -> str:
@@ -103,6 +114,8 @@ def _significant(text: str) -> str:
 
 def name(config: Config) -> str:
     """A readable file name for a Config: the kernel, its sizes, its features."""
+    if not isinstance(config, Config):
+        return config.name
     flags = "-".join(
         field.name.removeprefix("has_")
         for field in dataclasses.fields(config)
@@ -124,16 +137,12 @@ def _nvrtc():
     _make_cupy_importable()
     try:
         from cupy_backends.cuda.libs import nvrtc
-    except ImportError as error:
-        raise CompileError(Reason("no_cupy", f"CuPy is not installed ({error}); type: {install_line()}")) from error
     except Exception as error:
-        raise CompileError(Reason("no_cupy", f"CuPy cannot be imported: {error}")) from error
+        raise CompileError(_why_no_cupy(error)) from error
     try:
         nvrtc.getVersion()
     except Exception as error:
-        raise CompileError(
-            Reason("no_nvrtc", f"NVRTC (libnvrtc) was not found; type: {install_line()}"), str(error)
-        ) from error
+        raise CompileError(_why_no_nvrtc(), str(error)) from error
     return nvrtc
 
 
@@ -145,12 +154,82 @@ def _make_cupy_importable() -> None:
             os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="flashpatch-cupy-")
 
 
-def install_line() -> str:
-    """What to type to get CuPy and NVRTC for the CUDA that torch was built with."""
+def cupy_packages() -> dict[str, str]:
+    """The CuPy packages that are installed, with their versions."""
+    found = {}
+    for package in ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def cupy_fault() -> Reason | None:
+    """What is wrong with the CuPy packages themselves: two of them, or one for another CUDA than torch's. It may go well
+    until it does not, so it is said beforehand and stops nothing by itself."""
     import torch
 
-    major = (torch.version.cuda or "13").split(".")[0]
+    packages = cupy_packages()
+    if len(packages) > 1:
+        text = f"{' and '.join(packages)} are both installed; they share one folder and break each other"
+        return Reason("two_cupys", f"{text}; type: pip uninstall -y {' '.join(packages)} && {install_line()}")
+    for package in packages:
+        made_for = re.search(r"cuda(\d+)x", package)
+        if made_for and torch.version.cuda and made_for[1] != torch.version.cuda.split(".")[0]:
+            text = f"{package} is for CUDA {made_for[1]}, torch was built with CUDA {torch.version.cuda}"
+            return Reason("cupy_mismatch", f"{text}; type: pip uninstall -y {package} && {install_line()}")
+    return None
+
+
+def _why_no_cupy(error: Exception) -> Reason:
+    packages = cupy_packages()
+    if fault := cupy_fault():
+        return Reason(fault.code, f"CuPy cannot be imported ({error}): {fault.text}")
+    if not packages:
+        return Reason("no_cupy", f"CuPy is not installed ({error}); type: {install_line()}")
+    (package,) = packages
+    text = f"{package} {packages[package]} is installed but cannot be imported ({error})"
+    return Reason("no_cupy", f"{text}; type: pip install --force-reinstall {package}")
+
+
+def _why_no_nvrtc() -> Reason:
+    if fault := cupy_fault():
+        return Reason(fault.code, f"NVRTC (libnvrtc) was not found: {fault.text}")
+    return Reason("no_nvrtc", f"NVRTC (libnvrtc) was not found; type: {install_line()}")
+
+
+def install_line() -> str:
+    """What to type to get CuPy and NVRTC for the CUDA that torch was built with, or else for the driver's."""
+    import torch
+
+    major = (torch.version.cuda or str(driver_version() // 1000)).split(".")[0]
     return f"pip install 'flashpatch[cuda{major if major in ('12', '13') else '13'}]'"
+
+
+def mismatch(device: Device) -> Reason | None:
+    """Why what NVRTC makes cannot run on a device, or None; asked before anything is compiled for it."""
+    version, driver = nvrtc_version(), driver_version()
+    named = f"NVRTC {version[0]}.{version[1]}"
+    if not driver:
+        return Reason(
+            "no_driver", "no NVIDIA driver was found (libcuda cannot be loaded); install one, then type: nvidia-smi"
+        )
+    if driver // 1000 < version[0]:
+        text = f"{named} is newer than the driver (CUDA {driver // 1000}.{driver % 1000 // 10})"
+        known = f", or type: pip install 'flashpatch[cuda{driver // 1000}]'" if driver >= 12000 else ""
+        return Reason("driver", f"{text}; update the driver{known}")
+    return _arch_fault("{}{}".format(*device.capability))
+
+
+def _arch_fault(number: str) -> Reason | None:
+    """Why NVRTC cannot compile for compute capability `number` ("90"), or None."""
+    known = sorted(_nvrtc().getSupportedArchs())
+    if int(number) in known:
+        return None
+    version = ".".join(map(str, nvrtc_version()))
+    if int(number) < known[0]:
+        text = f"NVRTC {version} no longer compiles for sm_{number}; an older one does"
+        return Reason("nvrtc_arch", f"{text}; type: pip install 'flashpatch[cuda12]'")
+    return Reason("nvrtc_arch", f"NVRTC {version} does not know sm_{number}; type: {install_line()} --upgrade")
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -165,6 +244,25 @@ def available() -> Reason | None:
     except CompileError as error:
         return error.reason
     return None
+
+
+@functools.cache
+def incomplete() -> Reason | None:
+    """Why the NVRTC that was found compiles nothing at all (its built-in part is a library of its own), or None."""
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram("__global__ void nothing() {}", "nothing.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, ())
+        return None
+    except Exception as error:
+        return _incomplete(nvrtc.getProgramLog(program) or str(error))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _incomplete(log: str) -> Reason:
+    text = f"NVRTC {'.'.join(map(str, nvrtc_version()))} is incomplete: {' '.join(log.split())[:200]}"
+    return Reason("nvrtc_incomplete", f"{text}; type: {install_line()} --force-reinstall")
 
 
 def compile_cubin(config: Config, arch: str) -> tuple[bytes, str]:
@@ -183,7 +281,9 @@ def compile_cubin(config: Config, arch: str) -> tuple[bytes, str]:
         log = nvrtc.getProgramLog(program) or str(error)
         version = ".".join(map(str, nvrtc.getVersion()))
         if "gpu-architecture" in log:
-            why = Reason("nvrtc_arch", f"NVRTC {version} does not know {arch}; type: {install_line()} --upgrade")
+            why = _arch_fault(arch.strip("sm_a")) or Reason("nvrtc_arch", f"NVRTC {version} does not know {arch}")
+        elif "builtin" in f"{log} {error}".lower():
+            why = _incomplete(log)
         else:
             why = Reason("compile_failed", f"NVRTC {version} could not compile {name(config)} for {arch}")
         raise CompileError(why, log) from error
@@ -318,16 +418,9 @@ def _load(config: Config, device: Device) -> Kernel | CompileError:
             "run the same call once before capturing"
         )
     try:
+        if reason := mismatch(device):
+            return CompileError(reason)
         version = nvrtc_version()
-        driver = driver_version()
-        if driver // 1000 < version[0]:
-            raise CompileError(
-                Reason(
-                    "driver",
-                    f"NVRTC {version[0]}.{version[1]} is newer than the driver (CUDA {driver // 1000}); "
-                    f"update the driver or type: pip install 'flashpatch[cuda{driver // 1000}]'",
-                )
-            )
         target = arch(config, device)
         started = time.perf_counter()
         file_name = f"{name(config)}-{target}-nvrtc{version[0]}.{version[1]}-{digest(config)}.cubin"
@@ -337,6 +430,8 @@ def _load(config: Config, device: Device) -> Kernel | CompileError:
             return Kernel(cubin, config, device)
     except CompileError as error:
         return error
+    except FileNotFoundError as error:
+        return CompileError(Reason("no_sources", f"{error}; type: pip install --force-reinstall flashpatch"))
     except Exception as error:
         return CompileError(Reason("load_failed", f"{name(config)} could not be loaded on {device.name}: {error}"))
 

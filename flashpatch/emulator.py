@@ -103,8 +103,11 @@ def available() -> Reason | None:
     configured = os.environ.get("FLASHPATCH_CXX")
     if os.name != "posix":
         return Reason("no_emulator", f"the CPU emulator needs Linux or another POSIX system, this is {sys.platform}")
-    if find_compiler(configured):
-        return None
+    if command := find_compiler(configured):
+        if _compiles(command):
+            return None
+        name = f"FLASHPATCH_CXX={configured}" if configured else command[0]
+        return Reason("no_compiler", f"{name} does not compile C++; set FLASHPATCH_CXX to a compiler that does")
     if configured:
         return Reason("no_compiler", f"FLASHPATCH_CXX={configured}: there is no such compiler; unset it or correct it")
     return Reason("no_compiler", "no C++ compiler was found; type: apt install g++   or: pip install ziglang")
@@ -119,6 +122,20 @@ def _signature(compiler: tuple[str, ...]) -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu += next(line for line in lines if line.startswith(("flags", "Features")))
     return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS, _pattern_flags(compiler)))
+
+
+@functools.cache
+def _compiles(compiler: tuple[str, ...]) -> bool:
+    """Whether a command takes C++ at all and says so of an error."""
+
+    def accepts(program: str) -> bool:
+        command = (*compiler, "-std=c++17", "-fsyntax-only", "-x", "c++", "-")
+        try:
+            return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
+        except OSError:
+            return False
+
+    return accepts("int one = 1;") and not accepts("int one = ;")
 
 
 @functools.cache
@@ -174,6 +191,7 @@ def _staged(folder: Path | None, patch: Patch | None) -> dict[str, str]:
 def _kernel_source(config: Config, text: str) -> str:
     """The translation unit of a Config: constants, the kernel file, and a C entry for each kernel in it."""
     entries = re.findall(r"^KERNEL\(.*\)\s*(\w+)\s*\(", text, re.MULTILINE)
+    entries = entries or [f"attention_{config.kernel}"]  # of a kernel it includes, renamed
     export = 'extern "C" __attribute__((visibility("default")))'
     tail = "".join(
         f"{export} void flashpatch_enter_{entry}(const void* params) {{ emulation::enter({entry}, params); }}\n"
@@ -258,7 +276,8 @@ def _build(config: Config, texts: dict[str, str]) -> Path:
         known = ", ".join(sorted(n for n in texts if n.endswith(".cu"))) or "none"
         raise BuildError(Reason("no_kernel", f"there is no kernel source {name} (there are: {known})"))
     unit = _kernel_source(config, texts[name])
-    headers = {name: text for name, text in texts.items() if name.endswith((".cuh", ".h"))}
+    kernels = re.findall(r'^#include "(\w+\.cu)"', texts[name], re.MULTILINE)
+    headers = {name: text for name, text in texts.items() if name.endswith((".cuh", ".h")) or name in kernels}
 
     def build(folder: str) -> Path:
         for name, text in {**headers, "kernel.cc": unit}.items():
@@ -397,7 +416,7 @@ class Kernel:
             *(_GlobalRange(address, address + size, (name or "a tensor").encode(), writable)
               for address, size, name, writable in tensors)
         )  # fmt: skip
-        limit = float(os.environ.get("FLASHPATCH_EMULATION_SECONDS", "300"))
+        limit = time_limit()
         library = self._library
         with library.lock:
             failed = library.c.flashpatch_launch(
@@ -440,6 +459,30 @@ class Kernel:
         return ctypes.cast(enter, ctypes.c_void_p), params
 
 
+def warp_order() -> int:
+    """FLASHPATCH_EMULATION_SEED. Raises ValueError that names it."""
+    text = os.environ.get("FLASHPATCH_EMULATION_SEED") or "0"
+    if not text.isascii() or not text.isdigit() or int(text) >= 1 << 64:
+        raise ValueError(
+            f"FLASHPATCH_EMULATION_SEED={text}: a whole number from 0 to 2^64 - 1 is needed; unset or correct it"
+        )
+    return int(text)
+
+
+def time_limit() -> float:
+    """FLASHPATCH_EMULATION_SECONDS. Raises ValueError that names it."""
+    text = os.environ.get("FLASHPATCH_EMULATION_SECONDS") or "300"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise ValueError(
+            f"FLASHPATCH_EMULATION_SECONDS={text}: a number of seconds above 0 is needed; unset or correct it"
+        )
+    return seconds
+
+
 _libraries: dict[object, _Library] = {}
 _lock = threading.Lock()
 
@@ -451,7 +494,7 @@ def load(config: Config, *, seed: int | None = None, patch: Patch | None = None,
     rewrites sources before they are compiled; `folder` has more of them. Raises BuildError.
     """
     if seed is None:
-        seed = int(os.environ.get("FLASHPATCH_EMULATION_SEED", "0"))
+        seed = warp_order()
     return Kernel(config, _library(config, patch, folder), seed)
 
 

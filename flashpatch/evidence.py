@@ -27,7 +27,10 @@ def folder() -> Path:
 
 
 def record(report: KernelReport, device: Device, environment: dict, target: Path) -> Path:
-    """Write what a GPU run showed as evidence: per passed cell the case, its problem, seed, errors and digest."""
+    """Write what a GPU run showed as evidence: per passed cell the case, its problem, seed, errors and digest.
+
+    Of a GPU that stood in for an older generation it is a record of errors, and backs no claim (`_fault`).
+    """
     if report.backend != "gpu":
         raise ValueError(f"evidence comes from a GPU; this run was {report.backend}")
     by_name = {case.name: case for case in cases(device, report.quick)}
@@ -52,6 +55,7 @@ def record(report: KernelReport, device: Device, environment: dict, target: Path
                 "head_dim": problem.head_dim,
                 "head_dim_v": problem.head_dim_v,
                 "features": sorted(problem.features),
+                "short": problem.short,
                 "digest": digest,
                 "tensor": worst.tensor,
                 "error": worst.error,
@@ -65,17 +69,41 @@ def record(report: KernelReport, device: Device, environment: dict, target: Path
         "shared_memory": device.shared_memory,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         **environment,
+        **_stand_in(device, cells),
         "cells": cells,
     }
     target.mkdir(parents=True, exist_ok=True)
     path = target / f"{file_name(device)}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path.write_text(_written(content), encoding="utf-8")
     return path
 
 
+def _stand_in(device: Device, cells: Iterable[str]) -> dict:
+    """What a record says of a GPU that stood in for another."""
+    if not device.stands_for:
+        return {}
+    kernels = dict.fromkeys(cell.split("/")[0] for cell in cells)
+    notes = dict.fromkeys(planning.stand_in_note(kernel, device) for kernel in kernels)
+    return {"stands_for": list(device.stands_for), "status": "compiled", "note": "; ".join(notes)}
+
+
+def _written(content: dict) -> str:
+    """JSON with one line for each case of a cell: long, but a line is what changes."""
+    cells = content["cells"]
+    head = json.dumps({**content, "cells": {}}, indent=1)
+    lines = []
+    for name, entries in cells.items():
+        rows = ",\n".join(f"   {json.dumps(entry)}" for entry in entries)
+        lines.append(f"  {json.dumps(name)}: [\n{rows}\n  ]")
+    body = ",\n".join(lines)
+    return head.removesuffix("{}\n}") + "{\n" + body + "\n }\n}\n"
+
+
 def file_name(device: Device) -> str:
-    """The file name of a GPU's evidence: "NVIDIA H200" -> "h200"."""
+    """The file name of a GPU's evidence: "NVIDIA H200" -> "h200", standing in for a Turing "h200-as-sm75"."""
     words = device.name.lower().replace("nvidia", "").replace("geforce", "").split()
+    if device.stands_for:
+        words += ["as", "sm" + "".join(map(str, device.stands_for))]
     return "-".join(words) or device.generation
 
 
@@ -94,14 +122,17 @@ def _fault(cell: planning.Cell, source: Path) -> str:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"{cell.evidence} is missing or unreadable"
+    if "stands_for" in content:
+        return f"{cell.evidence} is of a GPU that stood in for another; nothing is verified by that"
     entries = content["cells"].get(cell.name)
     if not entries:
         return f"{cell.evidence} has no entry for it"
     device = planning.device_for(tuple(content["capability"]), content["gpu"], shared_memory=content["shared_memory"])
     for entry in entries:
         problem = Problem(
-            cell.direction, cell.dtype, entry["head_dim"], entry["head_dim_v"], frozenset(entry["features"])
-        )
+            cell.direction, cell.dtype, entry["head_dim"], entry["head_dim_v"], frozenset(entry["features"]),
+            entry.get("short", False),
+        )  # fmt: skip
         decision = planning.resolve(problem, device)
         if isinstance(decision, Decline) or decision.config.kernel != cell.kernel:
             return f"{entry['case']} no longer runs on {cell.kernel}"

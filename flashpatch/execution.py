@@ -13,9 +13,10 @@ from . import fallback, launcher, planning
 from .call import Call
 from .compiler import CompileError
 from .counting import layers, record_call, record_decline, switched_on
+from .emulator import BuildError
 from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
 
-_DTYPES = {
+DTYPES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
 }  # fmt: skip
 # Decoding makes a new signature a step; a cache this full starts again.
@@ -26,17 +27,17 @@ _backwards: dict[tuple, launcher.Backward | Decline] = {}
 _failures: dict[tuple, Reason] = {}  # (kernel Config, device) that could not be built or loaded
 
 
-def forward(q, k, v, call: Call, layer: int, strict: bool):
-    """(out, logsumexp) of a checked call, by a kernel or by the fallback."""
+def forward(q, k, v, call: Call, layer: int, strict: bool, statistics: bool = True):
+    """(out, logsumexp) of a checked call, by a kernel or by the fallback. Without `statistics` logsumexp may be None."""
     counts = layers[layer]
     record_call(counts)
     ready = call.ready or prepare(q, k, v, call)
     if ready.__class__ is not Decline:
         try:
-            out, logsumexp, copies = ready.run(q, k, v, call)
+            out, logsumexp, copies = ready.run(q, k, v, call, statistics)
             counts.launched(ready.plan, copies)
             return out, logsumexp
-        except CompileError as error:
+        except (CompileError, BuildError) as error:
             ready = call.ready = _failed(_forwards, signature(q, k, v, call), ready.plan, error)
     _declined(ready, layer, strict)
     return fallback.forward(q, k, v, call)
@@ -55,7 +56,7 @@ def prepare(q, k, v, call: Call) -> launcher.Forward | Decline:
 
 def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, strict: bool):
     """(dq, dk, dv, dbias or None, dsinks or None) of a checked call."""
-    key = (*signature(q, k, v, call), dout.shape, dout.stride(), out.stride())
+    key = (*signature(q, k, v, call), dout.shape, dout.stride(), out.stride(), call.bias_gradient)
     ready = _backwards.get(key)
     if ready is None:
         decision = decide("backward", q, k, v, call)
@@ -66,7 +67,7 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, 
             *gradients, copies = ready.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
             layers[layer].launched(ready.plan, copies)
             return gradients
-        except CompileError as error:
+        except (CompileError, BuildError) as error:
             ready = _failed(_backwards, key, ready.plan, error)
     _declined(ready, layer, strict)
     return fallback.backward(dout, dlogsumexp, q, k, v, out, logsumexp, call)
@@ -77,8 +78,13 @@ def signature(q, k, v, call: Call) -> tuple:
     index = q.get_device()
     return (
         q.dtype, k.dtype, v.dtype, index, k.get_device(), v.get_device(), q.shape, q.stride(), k.shape, k.stride(),
-        v.shape, v.stride(), index < 0 and os.environ.get("FLASHPATCH_EMULATE"), *call.signature(),
+        v.shape, v.stride(), index < 0 and _switches(), *call.signature(),
     )  # fmt: skip
+
+
+def _switches() -> tuple:
+    """What may change between two calls on a CPU; a GPU takes its switch once, at the first call of a signature."""
+    return os.environ.get("FLASHPATCH_EMULATE"), os.environ.get(planning.SWITCH)
 
 
 def _keep(cache: dict, key: tuple, ready) -> None:
@@ -92,16 +98,17 @@ def _keep(cache: dict, key: tuple, ready) -> None:
 
 def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     """The Plan or Decline of a call on the device its tensors are on."""
-    dtype = _DTYPES.get(q.dtype, str(q.dtype).removeprefix("torch."))
-    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call))
+    dtype = DTYPES.get(q.dtype, str(q.dtype).removeprefix("torch."))
+    short = max(call.max_seqlen_q, call.max_seqlen_k) <= planning.support().short_seqlen
+    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call), short)
     device = device_of(q.device)
     if isinstance(device, Reason):
         return Decline(problem, (device,))
     if call.softmax_scale <= 0.0:
         text = f"softmax_scale is {call.softmax_scale}; kernels take the maximum before scaling and need a positive one"
         return Decline(problem, (Reason("softmax_scale", text),))
-    if call.bias is not None and call.bias.dtype != q.dtype:
-        text = f"the bias is {call.bias.dtype}, q is {q.dtype}; kernels add a bias of q's dtype: pass bias.to(q.dtype)"
+    if call.bias is not None and call.bias.dtype not in (q.dtype, torch.float32):
+        text = f"the bias is {call.bias.dtype}, q is {q.dtype}; kernels add a bias of q's dtype or of float32"
         return Decline(problem, (Reason("bias_dtype", text),))
     if reason := launcher.unavailable(device.backend):
         return Decline(problem, (reason,))
@@ -122,7 +129,8 @@ def features(q, k, v, call: Call) -> frozenset[str]:
         "seqused_k": call.seqused_k is not None,
         "key_ranges": call.key_ranges is not None,
         "mask": call.mask is not None,
-        "bias": call.bias is not None,
+        "bias": call.bias is not None and call.bias.dtype == q.dtype,
+        "wide_bias": call.bias is not None and call.bias.dtype != q.dtype,
         "alibi": call.alibi_slopes is not None,
         "sinks": call.sinks is not None,
         "softcap": call.softcap != 0.0,
@@ -135,20 +143,29 @@ def features(q, k, v, call: Call) -> frozenset[str]:
 def device_of(device: torch.device) -> Device | Reason:
     """The planner's Device behind a torch device, or why no kernel can run there.
 
-    With FLASHPATCH_EMULATE=1, CPU tensors go through the emulated kernels.
+    With FLASHPATCH_EMULATE=1, CPU tensors go through the emulated kernels. FLASHPATCH_GENERATION names a generation whose
+    kernels and limits are taken instead of the device's own. Raises planning.SwitchError if that cannot be.
     """
+    wanted = os.environ.get(planning.SWITCH)
     if device.type == "cuda" and torch.version.cuda:
-        facts = torch.cuda.get_device_properties(device)
-        return planning.device_for(
-            (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
-            multiprocessors=facts.multi_processor_count, index=device.index or 0,
-        )  # fmt: skip
+        found = own_device(device.index or 0)
+        return planning.standing_for(found, wanted) if wanted else found
     if device.type == "cpu" and switched_on("FLASHPATCH_EMULATE"):
-        return planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
+        found = planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
+        return planning.standing_for(found, wanted) if wanted else found
     return Reason("no_gpu", f"the tensors are on {device.type}; kernels run on NVIDIA GPUs")
 
 
-def _failed(cache: dict, key: tuple, plan: Plan, error: CompileError) -> Decline:
+def own_device(index: int) -> Device:
+    """A GPU of this machine as it is, whatever FLASHPATCH_GENERATION says."""
+    facts = torch.cuda.get_device_properties(index)
+    return planning.device_for(
+        (facts.major, facts.minor), facts.name, shared_memory=facts.shared_memory_per_block_optin,
+        multiprocessors=facts.multi_processor_count, index=index,
+    )  # fmt: skip
+
+
+def _failed(cache: dict, key: tuple, plan: Plan, error: CompileError | BuildError) -> Decline:
     """A kernel that cannot be built or loaded here is a decline from now on, never tried again per call."""
     _failures[plan.config, plan.device] = error.reason
     decline = cache[key] = Decline(plan.problem, (error.reason,))

@@ -192,6 +192,8 @@ def attention_function(
     if kwargs:
         _check_keywords(module, kwargs, layer, strict, query, value)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if not q.dtype == k.dtype == v.dtype:
+        q, k, v = _in_one_dtype(q, k, v)
     lowered, bias = _mask(
         attention_mask, q, k, is_causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, layer
     )
@@ -208,8 +210,17 @@ def attention_function(
     if kwargs.get("output_attentions") or attentions_collected():
         decline(layer, strict, query, value, "output_attentions", "the attention weights themselves are asked for")
         return _with_weights(q, k, v, call, layer)
-    out, _ = ops.attend(q, k, v, call, layer, strict)
+    out, _ = ops.attend(q, k, v, call, layer, strict, statistics=False)
     return out.contiguous(), None
+
+
+def _in_one_dtype(q, k, v):
+    """q, k, v of a 16-bit model whose norms are fp32: 16 bits for all, as autocast makes of them. An output as wide as the
+    widest would not fit the weights it is multiplied with next."""
+    if torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    narrow = [tensor.dtype for tensor in (v, q, k) if tensor.dtype.itemsize == 2]
+    return tuple(tensor.to(narrow[0]) for tensor in (q, k, v)) if narrow else (q, k, v)
 
 
 def _check_keywords(module, kwargs: dict, layer: int, strict: bool, query, value) -> None:

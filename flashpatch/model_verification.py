@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import patcher, tolerance
+from . import captures, patcher, tolerance
 from .problem import DeclinedError
 
 # ---- what is reported ----
@@ -65,6 +65,30 @@ class TokenCheck:
 
 
 @dataclass(frozen=True)
+class Explanation:
+    """The first place where the patched model differs, and why, as far as measuring it alone can tell."""
+
+    module: Annotated[
+        str, "the first attention module that differs (of gradients: the first in the backward); empty: none does"
+    ]
+    layer: Annotated[int, "its position among the model's attention modules, from 0; -1: none"]
+    kind: Annotated[str, "attention, gradient or logits: what differs there"]
+    error: Annotated[float, "patched: largest absolute difference there; null if not finite"]
+    eager_error: Annotated[float, "the same for eager attention in the model's own dtype"]
+    bound: Annotated[float, "what the error may be"]
+    ran_on: Annotated[str, "kernel, or fallback, that computed the module's call"]
+    call: Annotated[list[captures.CallCheck], "that call alone against the fp64 reference on the q, k, v it was given"]
+    heads: Annotated[list[int], "heads of that call beyond their bound"]
+    unpatched_nan: Annotated[bool, "the module's output is not finite in the unpatched model or in eager attention"]
+    input_largest: Annotated[
+        float | None, "largest absolute number in the module's input in the yardstick; null if not finite"
+    ]
+    dtype_largest: Annotated[float, "largest number of the model's dtype"]
+    input_out_of_range: Annotated[bool, "the module's input does not fit the model's dtype"]
+    text: Annotated[str, "all this in sentences"]
+
+
+@dataclass(frozen=True)
 class ModelReport:
     """`flashpatch verify MODEL`."""
 
@@ -78,6 +102,8 @@ class ModelReport:
     comparisons: Annotated[list[ModelComparison], "every compared quantity"]
     tokens: Annotated[TokenCheck | None, "null where the model has no next token"]
     unpatched_nan: Annotated[list[str], "quantities that are not finite in the unpatched model"]
+    explanation: Annotated[Explanation | None, "where it differs first, and why; null where nothing differs"]
+    capture: Annotated[str, "the file that --capture wrote; empty if none"]
     error: Annotated[str, "why the patched model could not run; empty if it did"]
     declined: Annotated[bool, "the error is a refusal with its reasons, not a failure"]
     seconds: Annotated[float, "wall time"]
@@ -106,6 +132,10 @@ class ModelReport:
         return {decline.split(":")[0] for module in self.modules for decline in module.declines}
 
 
+class NothingToCaptureError(ValueError):
+    """No attention call of the patched model is what `capture` and `layer` ask for; the text lists the modules."""
+
+
 class UnpatchedError(RuntimeError):
     """The model does not run on the given inputs by itself, so there is nothing to compare with."""
 
@@ -120,11 +150,16 @@ def verify_model(
     name: str = "",
     backward: bool = True,
     seed: int = 0,
+    capture: str | None = None,
+    layer: str | None = None,
     advance: Callable = lambda done, total, text: None,
 ) -> ModelReport:
     """Compare a transformers model, patched and unpatched, with eager attention on upcast weights.
 
     `inputs` are the keyword arguments of one forward. The model is left as it was, weights and implementation.
+    Where it differs, the report explains where first. `capture` names a file for the attention call that differs first, or
+    for the first call of the module that `layer` names (its path, or its number); `captures.replay` runs it again.
+    Raises NothingToCaptureError where there is no such call.
     """
     started = time.perf_counter()
     parameter = next(iter(model.parameters()))
@@ -134,9 +169,13 @@ def verify_model(
     modules = [(path, module) for path, module, _ in patcher.attention_modules(model)]
     default = str(getattr(model.config, "_attn_implementation", "its own"))
 
+    largest: dict[str, float] = {}
+    chosen = _chosen([path for path, _ in modules], layer)
+
     def run(text: str, step: int) -> _Observation:
         advance(step, 4, text)
-        return _observe(model, inputs, modules, backward, seed)
+        largest.clear()
+        return _observe(model, inputs, modules, backward, seed, largest)
 
     training = model.training
     model.eval()
@@ -162,6 +201,7 @@ def verify_model(
                         f"eager attention in {_name(dtype)}, because the model fails in {_name(wide)} "
                         f"({type(failure).__name__}); its error is what other last bits of the weights change"
                     )
+            input_largest = dict(largest)
             patched, error, declined = None, "", False
             with patcher.apply(model) as patch:
                 try:
@@ -171,10 +211,22 @@ def verify_model(
                 except Exception as failure:  # the model ran unpatched, so whatever this is, patching is its cause
                     error = f"{type(failure).__name__}: {failure}"
                 rows = patch.report.rows
+            comparisons = [] if patched is None else _model_comparisons(patched, eager, unpatched, expected)
+            explanation, heard = None, None
+            first = _first_difference(comparisons, [path for path, _ in modules])
+            if patched is not None and (first or capture):
+                path = chosen or (first and first[0]) or (modules[0][0] if modules else "")
+                heard = _heard(model, inputs, modules, backward, seed, path, advance)
+                if first:
+                    own = (
+                        heard if path == first[0] else _heard(model, inputs, modules, backward, seed, first[0], advance)
+                    )
+                    explanation = _explain(first, own, modules, (unpatched, eager), input_largest, dtype)
     finally:
         model.train(training)
     advance(4, 4, "")
-    comparisons = [] if patched is None else _model_comparisons(patched, eager, unpatched, expected)
+    if capture:
+        _save(heard, capture, name or type(model).__name__, [path for path, _ in modules])
     tokens = None if patched is None else _tokens(patched, expected, comparisons)
     modules = [
         ModelModule(
@@ -196,6 +248,8 @@ def verify_model(
         sorted(
             {" ".join(key) for seen in (unpatched, eager) for key, value in seen.items() if not value.isfinite().all()}
         ),
+        explanation,
+        capture or "",
         error,
         declined,
         time.perf_counter() - started,
@@ -241,8 +295,9 @@ def _model_statement(modules: list[ModelModule], device: torch.device) -> str:
 _Observation = dict  # (kind, name) -> tensor on non-padding tokens
 
 
-def _observe(model, inputs: dict, modules, backward: bool, seed: int) -> _Observation:
-    """One forward (and backward): the output, each attention module's outputs, each parameter's gradient."""
+def _observe(model, inputs: dict, modules, backward: bool, seed: int, largest: dict[str, float]) -> _Observation:
+    """One forward (and backward): the output, each attention module's outputs, each parameter's gradient; and in `largest`
+    the largest absolute number each attention module was given."""
     dtype = next(iter(model.parameters())).dtype
     inputs = {
         key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -260,7 +315,19 @@ def _observe(model, inputs: dict, modules, backward: bool, seed: int) -> _Observ
 
         return hook
 
+    def measure(path: str):
+        def hook(module, arguments, keywords):
+            given = [
+                t for t in (*arguments, *keywords.values()) if isinstance(t, torch.Tensor) and t.is_floating_point()
+            ]
+            if given and given[0].numel():
+                found = float(given[0].detach().abs().max())
+                largest[path] = max(largest.get(path, 0.0), math.inf if math.isnan(found) else found)
+
+        return hook
+
     handles = [module.register_forward_hook(listen(path)) for path, module in modules]
+    handles += [module.register_forward_pre_hook(measure(path), with_kwargs=True) for path, module in modules]
     try:
         with torch.set_grad_enabled(backward):
             label, output = _main_output(model(**inputs))
@@ -446,3 +513,131 @@ def _tokens(patched, expected, comparisons) -> TokenCheck | None:
     # each of the two logits may be off by the bound
     failing = differing & (top.values[..., 0] - top.values[..., 1] > 2 * bound)
     return TokenCheck(differing.numel(), int(differing.sum()), int(failing.sum()))
+
+
+# ---- explaining a difference ----
+
+
+def _first_difference(comparisons: list[ModelComparison], paths: list[str]) -> tuple[str, ModelComparison] | None:
+    """The first attention module that differs, and the comparison that says so; the path is empty where none does.
+
+    Outputs differ first in the order of calls. A gradient differs first in the last module that has one, for the backward
+    comes from there.
+    """
+    failed = [comparison for comparison in comparisons if not comparison.passed]
+    for comparison in failed:
+        if comparison.kind == "attention":
+            return comparison.name.split(" (call ")[0], comparison
+    order = {path: number for number, path in enumerate(paths)}
+    owned = [
+        (order[path], path, comparison)
+        for comparison in failed
+        if comparison.kind == "gradient"
+        for path in paths
+        if comparison.name.startswith(f"{path}.")
+    ]
+    if owned:
+        _, path, comparison = max(owned, key=lambda entry: (entry[0], entry[2].error / (entry[2].bound or 1.0)))
+        return path, comparison
+    return ("", failed[0]) if failed else None
+
+
+def _chosen(paths: list[str], layer: str | None) -> str | None:
+    """The path that `layer` names: a path, or a position among the attention modules."""
+    if layer is None:
+        return None
+    if layer.isdigit() and int(layer) < len(paths):
+        return paths[int(layer)]
+    if layer in paths:
+        return layer
+    raise NothingToCaptureError(f"the model has no attention module {layer!r}; it has {_listed(paths)}")
+
+
+def _listed(paths: list[str]) -> str:
+    return (", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")) or "none"
+
+
+def _heard(model, inputs: dict, modules, backward: bool, seed: int, path: str, advance) -> captures.Capture | None:
+    """The patched model once more, for one module's first attention call; None if it makes none."""
+    if not path:
+        return None
+    advance(3, 4, f"patched, listening to {path}")
+    with patcher.apply(model), captures.listening(path) as heard:
+        _observe(model, inputs, modules, backward, seed, {})
+    return heard[0] if heard else None
+
+
+def _save(heard: captures.Capture | None, file: str, model: str, paths: list[str]) -> None:
+    if heard is None:
+        raise NothingToCaptureError(
+            f"nothing to write to {file}: no attention call came to flashpatch from that module; there are {_listed(paths)}"
+        )
+    heard.model = model
+    captures.save(heard, file)
+
+
+def _explain(
+    first, heard, modules, plain: tuple[_Observation, ...], input_largest: dict, dtype: torch.dtype
+) -> Explanation:
+    path, comparison = first
+    paths = [name for name, _ in modules]
+    checks = [] if heard is None else captures.check(heard, heard.results)
+    heads = sorted({head for check in checks if check.tensor != "dsinks" for head in check.heads})
+    finite = all(seen[key].isfinite().all() for seen in plain for key in seen if key == ("attention", path))
+    largest = input_largest.get(path)
+    limit = torch.finfo(dtype).max
+    beyond = largest is not None and not largest <= limit
+    layer = paths.index(path) if path in paths else -1
+    explanation = Explanation(
+        path,
+        layer,
+        comparison.kind,
+        comparison.error,
+        comparison.eager_error,
+        comparison.bound,
+        "" if heard is None else heard.ran_on,
+        checks,
+        heads,
+        not finite,
+        largest if largest is None or math.isfinite(largest) else None,
+        limit,
+        beyond,
+        "",
+    )
+    return dataclasses.replace(explanation, text=_sentences(explanation, comparison, len(paths), str(dtype)))
+
+
+def _sentences(found: Explanation, comparison: ModelComparison, count: int, dtype: str) -> str:
+    dtype = dtype.removeprefix("torch.")
+    what = {"attention": "output", "gradient": f"gradient of {comparison.name}", "logits": "the model's output"}[
+        found.kind
+    ]
+    numbers = f"error {found.error:.3e}, eager's own {found.eager_error:.3e}, bound {found.bound:.3e}"
+    if not found.module:
+        return f"No attention module differs; {what} does ({comparison.name}: {numbers})."
+    text = [f"First to differ: {found.module}, attention module {found.layer} of {count} (from 0), {what}: {numbers}."]
+    failed = [check for check in found.call if not check.passed]
+    who = "the fallback" if found.ran_on == "fallback" else f"kernel {found.ran_on}"
+    if failed:
+        worst = failed[0]
+        heads = f" in head{'s' * (len(worst.heads) > 1)} {', '.join(map(str, worst.heads))}" if worst.heads else ""
+        text.append(
+            f"Its attention call alone is wrong: {worst.tensor} of {who}, on the q, k, v it was given, differs from the "
+            f"reference{heads}, most at {worst.worst_index} (error {worst.error:.3e}, eager's own {worst.eager_error:.3e}, "
+            f"bound {worst.bound:.3e})."
+        )
+    elif found.call:
+        text.append(
+            f"Its attention call alone is right: what {who} computed of the q, k, v, mask and scale it was given is within "
+            "its bound. So it was given something else than eager attention was: a mask, a scale, or inputs that differ."
+        )
+    else:
+        text.append("It made no attention call through flashpatch.")
+    if found.unpatched_nan:
+        text.append("The unpatched model's output of this module is not finite either.")
+    if found.input_out_of_range:
+        reached = "infinity or NaN" if found.input_largest is None else f"{found.input_largest:.3g}"
+        text.append(
+            f"Its input is outside {dtype}: it reaches {reached} in the yardstick, {dtype} {found.dtype_largest:.3g}."
+        )
+    return " ".join(text)

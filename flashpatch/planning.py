@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -20,7 +21,8 @@ FLAGS = {
     "has_window": {"causal", "window"},
     "has_key_ranges": {"key_ranges"},
     "has_mask": {"mask"},
-    "has_bias": {"bias"},
+    "has_bias": {"bias", "wide_bias"},
+    "wide_bias": {"wide_bias"},
     "has_alibi": {"alibi"},
     "has_softcap": {"softcap"},
     "has_sinks": {"sinks"},
@@ -40,6 +42,10 @@ def find(name: str) -> Path:
 
 class MatrixError(ValueError):
     """compat_matrix.yaml contradicts itself: a missing, duplicate or unknown cell."""
+
+
+class SwitchError(ValueError):
+    """FLASHPATCH_GENERATION names nothing known, or what this device cannot stand in for."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +83,25 @@ class Matrix:
 
     capabilities: dict[tuple[int, int], Capability]
     generations: dict[str, str]  # name -> what people call it
+    exclusive: frozenset[str]  # generations whose kernels use instructions that later ones do not have
     features: dict[str, str]  # name -> meaning
     kernels: dict[str, str]  # name -> direction, in order of preference
     cells: dict[tuple[str, str, str, int, str], Cell]  # (kernel, generation, dtype, head_dim, feature)
     # (generation, direction, dtype, head_dim, feature) -> reason
     unsupported: dict[tuple[str, str, str, int, str], str]
     excludes: tuple[tuple[frozenset[str], frozenset[str], str], ...]  # (features together, directions, reason)
-    head_dims: tuple[int, ...]
+    head_dims: tuple[int, ...]  # of q and k
+    head_dims_v: tuple[int, ...]
+    short_seqlen: int  # sequences up to this long count as short
     tiles: dict[str, dict[int, tuple[dict, ...]]]
 
     def bucket(self, head_dim: int) -> int | None:
         """The smallest padded head dim that holds `head_dim`."""
         return next((bucket for bucket in self.head_dims if head_dim <= bucket), None)
+
+    def bucket_v(self, head_dim_v: int) -> int | None:
+        """The same for the head dim of v, of which fewer sizes are compiled."""
+        return next((bucket for bucket in self.head_dims_v if head_dim_v <= bucket), None)
 
     def cell(self, kernel: str, generation: str, dtype: str, head_dim: int, feature: str) -> Cell | None:
         return self.cells.get((kernel, generation, dtype, head_dim, feature))
@@ -122,9 +135,15 @@ def load_matrix(data: dict) -> Matrix:
             raise MatrixError(f"{'/'.join(map(str, key))} is both supported and unsupported")
         if key not in supported and key not in unsupported:
             raise MatrixError(f"{'/'.join(map(str, key))} has no cell: add it to a row, or to an unsupported one")
+    for cell in cells.values():
+        if cell.head_dim not in data["tiles"].get(cell.kernel, ()):
+            raise MatrixError(
+                f"{cell.name} has no tile: add one to tiles, or leave head dim {cell.head_dim} out of the row"
+            )
     return Matrix(
         capabilities=capabilities,
         generations={name: entry["title"] for name, entry in data["generations"].items()},
+        exclusive=frozenset(name for name, entry in data["generations"].items() if entry.get("exclusive")),
         features=data["features"],
         kernels=data["kernels"],
         cells=cells,
@@ -134,6 +153,8 @@ def load_matrix(data: dict) -> Matrix:
             for entry in data.get("excludes", ())
         ),
         head_dims=head_dims,
+        short_seqlen=data["short_seqlen"],
+        head_dims_v=tuple(data.get("head_dims_v", head_dims)),
         tiles={
             kernel: {head_dim: tuple(tiles) for head_dim, tiles in table.items()}
             for kernel, table in data["tiles"].items()
@@ -225,6 +246,45 @@ def gpu(name: str) -> Device:
     raise ValueError(f"unknown GPU {name!r}; known: {known}; or a compute capability such as 9.0")
 
 
+SWITCH = "FLASHPATCH_GENERATION"
+
+
+def of_switch(wanted: str) -> Device:
+    """The GPU that a value of FLASHPATCH_GENERATION names, none in particular of its kind. Raises SwitchError."""
+    try:
+        return gpu(wanted)
+    except ValueError:
+        names = ", ".join(support().generations)
+        text = f"{SWITCH}={wanted}: there is no such generation; known: {names}; or a compute capability such as 8.6"
+        raise SwitchError(text) from None
+
+
+def standing_for(device: Device, wanted: str) -> Device:
+    """The device with the kernels and limits of a generation, capability or GPU that is no newer than its own.
+
+    Raises SwitchError for an unknown one, a newer one, or one whose instructions the device does not have.
+    """
+    other = of_switch(wanted)
+    if device.backend == "emulated":
+        title = support().generations[other.generation]
+        return replace(other, name=f"CPU emulator ({title})", backend=device.backend)
+    if other.capability == device.capability:
+        return device
+    own, theirs = (".".join(map(str, d.capability)) for d in (device, other))
+    if other.capability > device.capability:
+        raise SwitchError(
+            f"{SWITCH}={wanted}: {device.name} has compute capability {own} and cannot run kernels of the newer {theirs}; "
+            "unset it, or name an older generation"
+        )
+    if other.generation in support().exclusive and other.generation != device.generation:
+        raise SwitchError(
+            f"{SWITCH}={wanted}: kernels of {support().generations[other.generation]} use instructions that "
+            f"{device.name} (compute capability {own}) does not have; unset it, or name another generation"
+        )
+    limit = min(device.shared_memory, other.shared_memory)
+    return replace(device, generation=other.generation, shared_memory=limit, stands_for=other.capability)
+
+
 def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum() or c == ".").replace("nvidia", "").replace("geforce", "")
 
@@ -232,13 +292,17 @@ def _plain(name: str) -> str:
 # ---- the decision ----
 
 
-def resolve(problem: Problem, device: Device) -> Plan | Decline:
-    """The kernel that runs `problem` on `device`, or every reason why none does."""
+def resolve(problem: Problem, device: Device, kernels: Collection[str] | None = None) -> Plan | Decline:
+    """The kernel that runs `problem` on `device`, or every reason why none does; `kernels` limits the choice."""
     matrix = support()
     reasons, buckets = _head_dim_reasons(problem, matrix)
     if not reasons:
         wanted = sorted(problem.features | {"plain"})
-        candidates = [name for name, direction in matrix.kernels.items() if direction == problem.direction]
+        candidates = [
+            name
+            for name, direction in matrix.kernels.items()
+            if direction == problem.direction and (kernels is None or name in kernels)
+        ]
         for kernel in candidates:
             cells = [matrix.cell(kernel, device.generation, problem.dtype, max(buckets), f) for f in wanted]
             if all(cells) and not _excluded(problem, matrix):
@@ -246,6 +310,8 @@ def resolve(problem: Problem, device: Device) -> Plan | Decline:
                 if config:
                     verified = all(cell.status == "verified" for cell in cells)
                     notes = dict.fromkeys(cell.note for cell in cells if cell.note)
+                    if device.stands_for:  # what a newer GPU shows is no evidence for the generation it stands in for
+                        verified, notes = False, notes | {stand_in_note(kernel, device): None}
                     return Plan(
                         problem,
                         device,
@@ -259,14 +325,22 @@ def resolve(problem: Problem, device: Device) -> Plan | Decline:
     return Decline(problem, tuple(dict.fromkeys(reasons)), _nearest(problem, device, matrix))
 
 
+def stand_in_note(kernel: str, device: Device) -> str:
+    """What is said of a kernel on a device that stands in for an older generation."""
+    family = kernel.rpartition("_")[2]
+    return f"{family}-family source compiled for sm_{''.join(map(str, device.capability))}, on {device.name}"
+
+
 def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], tuple[int, int]]:
     reasons, buckets = [], []
-    for label, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        bucket = matrix.bucket(size)
+    for label, size, bucket, sizes in (
+        ("head_dim", problem.head_dim, matrix.bucket(problem.head_dim), matrix.head_dims),
+        ("head_dim_v", problem.head_dim_v, matrix.bucket_v(problem.head_dim_v), matrix.head_dims_v),
+    ):
         if size % 8 or size == 0:
             reasons.append(Reason("head_dim", f"{label} {size} is not a multiple of 8"))
         elif bucket is None:
-            reasons.append(Reason("head_dim", f"{label} {size} is above {max(matrix.head_dims)}, the largest compiled"))
+            reasons.append(Reason("head_dim", f"{label} {size} is above {max(sizes)}, the largest compiled"))
         buckets.append(bucket or 0)
     return reasons, (buckets[0], buckets[1])
 
@@ -341,11 +415,13 @@ def _shared_memory_reason(problem: Problem, device: Device) -> Reason:
 
 
 def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matrix) -> Config | None:
-    """The first tile of the kernel's table that fits the device's shared memory."""
+    """The first tile of the kernel's table that is for such a problem and fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {key: value for key, value in tile.items() if key not in ("why", "features", "spill_bytes")}
+        sizes = {key: value for key, value in tile.items() if key not in ("features", "short", "spill_bytes")}
         if not set(tile.get("features", problem.features)) <= problem.features:
+            continue
+        if tile.get("short", problem.short) != problem.short:
             continue
         config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags)
         if shared_memory(config) <= device.shared_memory:
@@ -353,18 +429,27 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     return None
 
 
+def value_parts(config: Config) -> int:
+    """Blocks that share the columns of out of one query block, as forward_sm80.cu's kVParts has it."""
+    return 2 if config.kernel == "forward_sm80" and config.head_dim_v > 256 else 1
+
+
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
-    if config.kernel == "forward_sm80":
-        tiles = 2 * (m * d + stages * n * (d + dv))
+    bias = m * n * (4 if config.wide_bias else 2) if config.has_bias else 0
+    if config.kernel in ("forward_sm80", "forward_sm75"):
+        dv //= value_parts(config)
+        tiles = 2 * (m * d + stages * n * (d + dv)) + bias
         return max(tiles, 2 * m * dv) + 16 * config.num_warps
-    if config.kernel == "backward_sm80":
+    if config.kernel in ("backward_sm80", "backward_sm75"):
         split = config.num_warps * 16 > n
         tiles = 2 * (n * (d + dv) + stages * m * (d + dv) + n * m * (2 if split else 1))
-        return tiles + 8 * m + (8 * m if config.has_key_ranges else 0)
-    if config.kernel == "backward_dq":
+        return tiles + bias + 8 * m + (8 * m if config.has_key_ranges else 0)
+    if config.kernel in ("backward_dq", "backward_dq_sm75"):
         return 2 * m * d
+    if config.kernel in ("forward_mask", "backward_mask"):
+        return m * n // 8
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
     if config.kernel == "forward_sm90":

@@ -17,6 +17,7 @@ class Problem:
 
     `features` names what the call asks for beyond plain attention, in the matrix's words
     (`compat_matrix.yaml`, `features`): causal, window, gqa, varlen, seqused_k, key_ranges, mask, softcap, ...
+    `short`: no sequence is longer than the matrix's `short_seqlen`; it only chooses between tiles.
     """
 
     direction: str
@@ -24,6 +25,7 @@ class Problem:
     head_dim: int
     head_dim_v: int
     features: frozenset[str] = frozenset()
+    short: bool = False
 
     def backward(self) -> Problem:
         """The backward of this forward."""
@@ -35,7 +37,8 @@ class Device:
     """A GPU, real or faked, as far as planning needs it.
 
     `capability` is (major, minor); `shared_memory` is the opt-in bytes per block;
-    `backend` says how kernels run there: "gpu" or "emulated".
+    `backend` says how kernels run there: "gpu" or "emulated". `stands_for` is set where the planner takes the kernels and
+    limits of another capability than the device has (FLASHPATCH_GENERATION); they are compiled for the one it has.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Device:
     multiprocessors: int = 0
     index: int = 0
     backend: str = "gpu"
+    stands_for: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Config:
     has_sinks: bool = False
     has_dropout: bool = False
     deterministic: bool = False
+    wide_bias: bool = False  # fp32 beside q, k, v of 16 bits
 
 
 @dataclass(frozen=True)
@@ -114,5 +119,6 @@ class DeclinedError(RuntimeError):
     """Raised where falling back was not allowed (`on_decline="error"`, strict). `decline` has all reasons."""
 
     def __init__(self, decline: Decline):
-        super().__init__(f"no flashpatch kernel takes this attention: {decline}")
+        what = "attention" if isinstance(decline.problem, Problem) else "call"
+        super().__init__(f"no flashpatch kernel takes this {what}: {decline}")
         self.decline = decline

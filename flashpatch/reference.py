@@ -145,12 +145,59 @@ def attention(
     return torch.stack(outs), torch.stack(logsumexps)
 
 
+def pairwise(x, y, *, cost="sqeuclidean", reduce="min", dim=-1, k=None, scale=1.0, bias=None, dtype=torch.float64):
+    """`flashpatch.pairwise` from its definition: the whole score matrix in `dtype`, differentiable by torch's autograd.
+
+    Returns (values, indices) for min and topk, the tensor for logsumexp.
+    """
+    x, y = x.to(dtype), y.to(dtype)
+    if cost == "negative_dot":
+        matrix = -(x @ y.mT)
+    elif cost == "giou":
+        matrix = _negative_giou(x[..., :, None, :], y[..., None, :, :])
+    else:
+        differences = x[..., :, None, :] - y[..., None, :, :]
+        matrix = {
+            "sqeuclidean": lambda: (differences**2).sum(-1),
+            "euclidean": lambda: torch.linalg.vector_norm(differences, dim=-1),
+            "l1": lambda: differences.abs().sum(-1),
+        }[cost]()
+    scores = matrix * scale
+    if bias is not None:
+        scores = scores + bias.to(dtype).unsqueeze(-2 if dim == -1 else -1)
+    if reduce == "logsumexp":
+        return torch.logsumexp(scores, dim)
+    ascending = scores.sort(dim=dim, stable=True)  # of equal scores the first; a NaN comes last
+    if reduce == "topk":
+        return ascending.values.narrow(dim, 0, k).movedim(dim, -1), ascending.indices.narrow(dim, 0, k).movedim(dim, -1)
+    values, indices = ascending.values.select(dim, 0), ascending.indices.select(dim, 0)
+    unordered = scores.isnan()
+    first = unordered.to(torch.int8).argmax(dim)  # a NaN is smaller than everything
+    return values.masked_fill(unordered.any(dim), math.nan), torch.where(unordered.any(dim), first, indices)
+
+
+def _negative_giou(a, b):
+    """Minus the generalised IoU of boxes (x0, y0, x1, y1), with x0 <= x1 and y0 <= y1 (arXiv 1902.09630, algorithm 1)."""
+
+    def area(x0, y0, x1, y1):
+        return (x1 - x0).clamp(min=0) * (y1 - y0).clamp(min=0)
+
+    (ax0, ay0, ax1, ay1), (bx0, by0, bx1, by1) = a.unbind(-1), b.unbind(-1)
+    common = area(torch.maximum(ax0, bx0), torch.maximum(ay0, by0), torch.minimum(ax1, bx1), torch.minimum(ay1, by1))
+    hull = area(torch.minimum(ax0, bx0), torch.minimum(ay0, by0), torch.maximum(ax1, bx1), torch.maximum(ay1, by1))
+    union = area(ax0, ay0, ax1, ay1) + area(bx0, by0, bx1, by1) - common
+    # nothing over nothing is nothing
+    overlap = torch.where(union == 0, 0.0, common / torch.where(union == 0, 1.0, union))
+    outside = torch.where(hull == 0, 0.0, (hull - union) / torch.where(hull == 0, 1.0, hull))
+    return outside - overlap
+
+
 def philox(counter, key):
-    """Philox4x32-10 (Salmon et al., SC 2011): numpy uint32 arrays, four of counter and two of key, to four words."""
+    """Philox4x32-7 (Salmon et al., SC 2011): numpy uint32 arrays, four of counter and two of key, to four words."""
     c0, c1, c2, c3 = (numpy.asarray(c, dtype=numpy.uint64) for c in counter)
     k0, k1 = (int(k) for k in key)
     low, word = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
-    for _ in range(10):
+    for _ in range(7):
         first = numpy.uint64(0xD2511F53) * c0
         second = numpy.uint64(0xCD9E8D57) * c2
         c0 = (second >> word) ^ c1 ^ numpy.uint64(k0)
@@ -163,15 +210,17 @@ def philox(counter, key):
 def dropout_keep(rng_state, dropout_p, batch, num_heads, seqlen_q, seqlen_k):
     """What dropout keeps for a Philox state (seed, offset): bool [batch, num_heads, seqlen_q, seqlen_k], on the CPU.
 
-    Element by element from the definition: counter (j >> 1, ((i >> 4) << 3) | (i & 7), b * num_heads + h, offset),
-    word ((i >> 3) & 1) * 2 + (j & 1), kept if word >= floor(dropout_p * 2^32) with dropout_p in fp32.
+    Element by element from the definition: counter (((j >> 4) << 2) | ((j >> 1) & 3), ((i >> 4) << 3) | (i & 7),
+    b * num_heads + h, offset), word ((i >> 3) & 1) * 2 + (j & 1), its upper 16 bits if j & 8, else its lower; kept if
+    these are >= floor(dropout_p * 2^16 + 1/2), at most 2^16 - 1, with dropout_p in fp32.
     """
     seed, offset = (int(x) % 2**64 for x in rng_state)
     head = numpy.arange(batch * num_heads).reshape(batch, num_heads, 1, 1)
     i = numpy.arange(seqlen_q).reshape(-1, 1)
     j = numpy.arange(seqlen_k)
-    counter = numpy.broadcast_arrays(j >> 1, ((i >> 4) << 3) | (i & 7), head, offset % 2**32)
+    counter = numpy.broadcast_arrays(((j >> 4) << 2) | ((j >> 1) & 3), ((i >> 4) << 3) | (i & 7), head, offset % 2**32)
     words = numpy.stack(philox(counter, (seed % 2**32, seed >> 32)))
     chosen = numpy.broadcast_to(((i >> 3) & 1) * 2 + (j & 1), words.shape[1:])
     word = numpy.take_along_axis(words, chosen[None], axis=0)[0]
-    return torch.from_numpy(word >= math.floor(float(numpy.float32(dropout_p)) * 2**32))
+    bits = numpy.where(j & 8, word >> 16, word & 0xFFFF)
+    return torch.from_numpy(bits >= min(math.floor(float(numpy.float32(dropout_p)) * 2**16 + 0.5), 2**16 - 1))

@@ -1,9 +1,12 @@
 """The command line: exit codes, JSON against its schema, and errors that are sentences."""
 
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ from flashpatch import (
     planning,
     verification,
 )
-from flashpatch.problem import Plan, Problem, Reason
+from flashpatch.problem import DIRECTIONS, DTYPES, Plan, Problem, Reason
 
 NO_GPU = not torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not NO_GPU, reason="what a machine without a GPU says")
@@ -378,6 +381,25 @@ def test_apply_leaves_nothing_patched(folders):
     assert patcher._enabled.original is None
 
 
+@pytest.mark.parametrize("command", ["/nonexistent", "/bin/false"])
+def test_a_compiler_that_was_named_and_is_none_is_missing(monkeypatch, command):
+    """Not passed over for compiling only: whoever named it wanted the kernels to run."""
+    monkeypatch.setenv("FLASHPATCH_CXX", command)
+    result = run("verify", "--quick")
+    assert result.exit_code == 4 and f"FLASHPATCH_CXX={command}" in result.stderr
+
+
+@pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
+@pytest.mark.parametrize(
+    "name, value",
+    [("FLASHPATCH_EMULATION_SEED", "x"), ("FLASHPATCH_EMULATION_SECONDS", "0"), ("FLASHPATCH_GENERATION", "tring")],
+)
+def test_a_variable_that_means_nothing_is_wrong_usage(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    result = run("verify", "--quick")
+    assert result.exit_code == 2 and f"{name}={value}: " in result.stderr
+
+
 # ---- audit ----
 
 
@@ -404,10 +426,103 @@ def test_audit_of_a_model(folders):
     assert code == 0
     assert [module["forward"].split()[0] for module in report["modules"]] == ["forward_sm80"] * 2
     assert report["modules"][0]["features"] == ["causal", "gqa"] and report["modules"][0]["head_dim"] == 16
-    code, report = run_json("audit", folders / "llama", "--gpu", "t4", "--strict")
+    choices = report["modules"][0]["choices"]
+    assert [choice["direction"] for choice in choices] == ["forward", "backward"]
+    for choice in choices:
+        features = frozenset(report["modules"][0]["features"])
+        plan = planning.resolve(Problem(choice["direction"], "bfloat16", 16, 16, features), planning.gpu("h200"))
+        assert choice["kernel"] == plan.config.kernel and choice["status"] == plan.status
+        assert choice["shared_memory"] == planning.shared_memory(plan.config)
+        assert choice["tile"].startswith(f"{plan.config.block_m}x{plan.config.block_n}, {plan.config.num_warps} warps")
+    code, report = run_json("audit", folders / "llama", "--gpu", "t4", "--dtype", "bf16", "--strict")
+    assert code == 3 and report["modules"][0]["reasons"][0].startswith("dtype: Turing")
+    code, report = run_json("audit", folders / "llama", "--gpu", "t4", "--dtype", "fp16", "--strict")
+    assert code == 0 and report["modules"][0]["forward"] == "forward_sm75 (compiled)"
+    code, report = run_json("audit", folders / "llama", "--gpu", "v100", "--strict")
     assert code == 3 and report["modules"][0]["reasons"][0].startswith("generation")
     code, report = run_json("audit", folders / "hard-coded", "--gpu", "h200")
     assert code == 3 and not report["modules"][0]["dispatched"]
+
+
+def test_audit_prints_a_line_for_each_direction(folders):
+    lines = run("audit", folders / "llama", "--gpu", "t4", "--dtype", "fp16").stdout.splitlines()
+    shown = [line.split() for line in lines if line.startswith("model.layers.0")]
+    assert [line[3:5] for line in shown] == [["forward", "forward_sm75"], ["backward", "backward_sm75"]]
+    assert all({"KB", "compiled", "warps,"} <= set(line) for line in shown)
+
+
+def test_audit_under_the_switch(folders, monkeypatch):
+    monkeypatch.setenv("FLASHPATCH_GENERATION", "tring")
+    result = run("audit")
+    assert result.exit_code == 0 and "PROBLEM variable: FLASHPATCH_GENERATION=tring" in result.stdout
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    result = run("audit", folders / "llama")
+    assert result.exit_code == 2 and "there is no such generation" in result.stderr
+    monkeypatch.setenv("FLASHPATCH_GENERATION", "turing")
+    _, report = run_json("audit", folders / "llama", "--dtype", "fp16")
+    assert report["generation"] == "turing" and report["modules"][0]["forward"] == "forward_sm75 (compiled)"
+
+
+# ---- audit --all ----
+
+
+def test_audit_of_every_generation(folders):
+    """Each square is what planning decides for each capability it names; none is left out."""
+    code, report = run_json("audit", folders / "llama", "--all")
+    assert code == 0 and (report["modules"], report["dispatched"]) == (2, 2)
+    covered = set()
+    for square in report["squares"]:
+        for number in square["capabilities"]:
+            covered.add((number, square["dtype"], square["direction"]))
+            problem = Problem(square["direction"], square["dtype"], 16, 16, frozenset(report["features"]))
+            device = planning.gpu(number)
+            answer = planning.resolve(problem, device)
+            (tally,) = square["tallies"]
+            assert tally["modules"] == 2 and square["generation"] == device.generation
+            if isinstance(answer, Plan):
+                size = planning.shared_memory(answer.config)
+                found = (tally["choice"]["kernel"], tally["choice"]["shared_memory"], square["status"])
+                assert found == (answer.config.kernel, size, answer.status)
+            else:
+                reasons = [f"{reason.code}: {reason.text}" for reason in answer.reasons]
+                assert square["status"] == "fallback" and tally["choice"]["reasons"] == reasons
+    numbers = [".".join(map(str, number)) for number in planning.support().capabilities]
+    assert covered == set(itertools.product(numbers, DTYPES, DIRECTIONS))
+
+
+def test_a_model_that_is_not_dispatched_has_no_squares_to_show(folders):
+    code, report = run_json("audit", folders / "bloom", "--all", "--dtype", "bf16")
+    assert code == 3 and report["dispatched"] == 0 and report["reasons"]
+    assert {square["status"] for square in report["squares"]} == {"fallback"}
+    assert "not dispatched" in run("audit", folders / "bloom", "--all", "--svg", "-").stdout
+
+
+def test_pictures_are_complete_and_need_nothing_from_outside(folders, tmp_path):
+    svg, html = tmp_path / "grid.svg", tmp_path / "grid.html"
+    table = run("audit", folders / "llama", "--all", "--svg", svg, "--html", html).stdout
+    drawing = ElementTree.fromstring(svg.read_text(encoding="utf-8"))
+    texts = ["".join(element.itertext()) for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    width, height = (float(drawing.get(size)) for size in ("width", "height"))
+    for element in drawing.iter():
+        place = [float(element.get(name, 0)) for name in ("x", "y")]
+        assert 0 <= place[0] < width and 0 <= place[1] < height
+    page = html.read_text(encoding="utf-8")
+    for title in planning.support().generations.values():
+        assert title in texts and f"<td>{title}</td>" in page and title in table
+    for kernel in ("forward_sm75", "backward_sm75", "forward_sm80", "backward_sm80"):
+        assert kernel in texts and f"<td>{kernel}</td>" in page and kernel in table
+    for text in (svg.read_text(encoding="utf-8"), page):
+        links = re.findall(r"(?:href|src)=|url\(|https?://[^\"]*", text)
+        assert set(links) <= {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--all",), ("MODEL", "--all", "--gpu", "h200"), ("MODEL", "--svg", "x.svg"), ("MODEL", "--html", "x")],
+)
+def test_pictures_ask_for_what_they_need(folders, arguments):
+    result = run("audit", *(folders / "llama" if word == "MODEL" else word for word in arguments))
+    assert result.exit_code == 2 and "--all" in result.stderr
 
 
 def test_audit_reads_no_weights(folders, tmp_path):
@@ -425,13 +540,6 @@ def test_audit_of_an_instance_leaves_it_as_it_was():
     assert module.dispatched and module.dtype == "float32" and "dtype" in module.reasons[0]
     assert model.config._attn_implementation == "sdpa" and torch.equal(model.lm_head.weight, weight)
     assert model(torch.arange(4)[None]).logits.isfinite().all()
-
-
-def test_two_cupys_are_a_problem_with_a_remedy(monkeypatch):
-    versions = {"cupy-cuda12x": "14.0", "cupy-cuda13x": "14.0"}
-    monkeypatch.setattr(auditing, "_version", versions.get)
-    faults = {fault.code: fault for fault in auditing.environment().problems}
-    assert "pip uninstall" in faults["two_cupys"].remedy
 
 
 def test_a_missing_nvrtc_and_an_unwritable_cache_are_problems(monkeypatch):

@@ -23,9 +23,11 @@ pytestmark = pytest.mark.skipif(emulator.available() is not None, reason=str(emu
 
 AMPERE = planning.device_for((8, 0), "Ampere", backend="emulated")
 HOPPER = planning.device_for((9, 0), "Hopper", backend="emulated")
+TURING = planning.device_for((7, 5), "Turing", backend="emulated")
+DEVICES = (AMPERE, HOPPER, TURING)
 MATRIX = planning.support()
 DECODER, PACKED = frozenset(("causal", "gqa")), frozenset(("causal", "varlen"))  # of cases.EVERYDAY
-MOST_BUILDS = 45  # of the claims in the default run: each costs a second
+MOST_BUILDS = 65  # of the claims in the default run: each costs a second
 
 
 # ---- what the matrix claims ----
@@ -72,7 +74,7 @@ def covering(claims):
     return chosen
 
 
-CLAIMS = [(case, device) for device in (AMPERE, HOPPER) for case in cases.cases(device)]
+CLAIMS = [(case, device) for device in DEVICES for case in cases.cases(device)]
 QUICK = covering(CLAIMS)
 
 
@@ -124,7 +126,7 @@ def test_the_default_run_reaches_every_kernel_and_feature():
     assert directions == {(MATRIX.kernels[c.kernel], f"d{c.head_dim}") for c in MATRIX.cells.values()}
     own = {(c.kernel, f"d{c.head_dim}") for c in MATRIX.cells.values() if c.kernel.endswith("sm90")}
     assert own <= {(kernel, head_dim) for kernel, _, _, head_dim, _ in cells}
-    assert {generation for _, generation, *_ in cells} == {AMPERE.generation, HOPPER.generation}
+    assert {generation for _, generation, *_ in cells} == {device.generation for device in DEVICES}
     assert len({config for claim in QUICK for config in builds(*claim)}) <= MOST_BUILDS
 
 
@@ -169,10 +171,13 @@ FAMILIES = {
     "ampere": family(AMPERE, "bfloat16", 64, *DECODER),
     "ampere-scores": family(AMPERE, "bfloat16", 64, *SCORES),
     "hopper": family(HOPPER, "bfloat16", 64, *DECODER),
+    "turing": family(TURING, "float16", 64, *DECODER),
 }
 MORE_FAMILIES = {
     "ampere-wide": family(AMPERE, "float16", 192, "window", "deterministic", "alibi"),
     "ampere-narrow-scores": family(AMPERE, "float16", 32, *SCORES),
+    "turing-scores": family(TURING, "float16", 64, *SCORES),
+    "turing-wide": family(TURING, "float16", 256, "window", "deterministic", "sinks"),
     "hopper-scores": family(HOPPER, "float16", 128, "window", "softcap", "sinks"),
     "hopper-narrow-scores": family(HOPPER, "bfloat16", 64, "window", "softcap"),
     "hopper-wide": family(HOPPER, "bfloat16", 192, "window"),
@@ -476,9 +481,9 @@ def expect_no_conflicts(counters):
 
 @pytest.mark.parametrize("features", [(), ("causal",)], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("device", [AMPERE, HOPPER], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
 def test_no_bank_conflicts(device, head_dim, features):
-    expect_no_conflicts(counters_of(device, "bfloat16", head_dim, features))
+    expect_no_conflicts(counters_of(device, "float16", head_dim, features))
 
 
 def test_no_bank_conflicts_in_the_wide_backward():

@@ -139,6 +139,45 @@ def test_mixed_dtypes_take_the_widest():
     assert out.dtype == torch.float32 and out.isfinite().all()
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_gradients_of_mixed_dtypes_come_in_their_own(autocast):
+    q, k, v = (
+        tensor.detach().to(dtype).requires_grad_()
+        for tensor, dtype in zip(qkv(), (torch.float32, torch.bfloat16, torch.float16), strict=True)
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = attention(q, k, v, causal=True)
+    assert out.dtype == (torch.bfloat16 if autocast else torch.float32)
+    gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert [gradient.dtype for gradient in gradients] == [q.dtype, k.dtype, v.dtype]
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    expected = torch.autograd.grad(attention(*wide, causal=True).square().sum(), wide)
+    for ours, exact in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0.1, atol=0.1 if autocast else 0.02)
+
+
+def test_autocast_leaves_fp64_alone_as_sdpa_does():
+    q = qkv()[0].double()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, q, q)))
+        out = attention(q, q, q)
+    assert out.dtype == theirs.dtype == torch.float64
+    torch.testing.assert_close(out, theirs.transpose(1, 2))
+
+
+@pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
+def test_autocast_takes_fp32_to_a_kernel(monkeypatch):
+    """fp32 q and k from norms, v in 16 bits: under autocast the 16-bit kernel runs, without it fp32 is declined by name."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    q, k, v = qkv()
+    v = v.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flashpatch.attention(q, k, v)
+    torch.testing.assert_close(out, flashpatch.attention(q.bfloat16(), k.bfloat16(), v), rtol=0, atol=0)
+    launches = flashpatch.stats()["launches"]
+    assert launches == {"forward_sm80": 2}
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputes_are_counted_apart(reentrant):
     q, k, v = qkv(grad=True)

@@ -182,6 +182,39 @@ def test_autocast(name):
     assert (found - exact).abs().max() <= 2 * (eager - exact).abs().max() + floor
 
 
+def test_fp32_norms_under_bf16_weights():
+    """q and k come in fp32 from their norms, v in bf16: unpatched that fails, or needs autocast; patched it runs either
+    way, on one 16-bit dtype, as close to fp32 as eager is under autocast."""
+    import transformers
+
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    inputs = {"input_ids": ids(), "use_cache": False}  # a cache makes v as wide as k
+    exact = output(model, inputs).detach()
+    model.bfloat16()
+    for name, module in model.named_modules():
+        if name.endswith(("q_norm", "k_norm")):
+            module.float()
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="same dtype"):
+        output(model, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        eager = output(model, inputs).detach().float()
+        with patcher.apply(model):
+            under_autocast = output(model, inputs)
+    with patcher.apply(model) as patch:
+        without = output(model, inputs)
+        assert all(row.calls == 1 for row in patch.report.rows)
+    floor = 2 * ((exact.bfloat16() + 0.3) - 0.3 - exact.bfloat16()).abs().max()
+    for found in (under_autocast, without):
+        assert found.dtype == torch.bfloat16
+        assert (found.float() - exact).abs().max() <= 2 * (eager - exact).abs().max() + floor
+    without.float().sum().backward()
+    assert model.model.layers[0].self_attn.q_norm.weight.grad.dtype == torch.float32
+
+
 def test_bf16_weights_with_padding():
     model = BY_NAME["llama"].model()
     inputs = {"input_ids": ids(), "attention_mask": torch.tensor([[0] * 4 + [1] * 8, [1] * 12])}

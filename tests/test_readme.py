@@ -78,7 +78,7 @@ def test_attention_as_shown_runs():
     import torch
 
     q, k, v = torch.randn(1, 9, 4, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
-    call = next(line for line in blocks("python")[-1].splitlines() if "softcap" in line)
+    call = next(line for block in blocks("python") for line in block.splitlines() if "softcap" in line)
     names = {"flashpatch": flashpatch, "q": q, "k": k, "v": v}
     exec(call.replace("return_logsumexp=True", 'return_logsumexp=True, on_decline="fallback"'), names)
     assert names["out"].shape == q.shape and names["logsumexp"].shape == (1, 4, 9)
@@ -130,3 +130,11 @@ def test_speed_table_is_what_was_measured():
     table = README.split("<!-- speed:begin -->\n")[1].split("\n<!-- speed:end -->")[0]
     assert table == benchmarking.speed_table(report)
     assert f"{report['host_microseconds']['flashpatch']:.0f} µs" in README
+
+
+def test_feature_table_is_what_was_measured():
+    from flashpatch import costs
+
+    report = json.loads((ROOT / "tests" / "evidence" / "h200_features.json").read_text())
+    table = README.split("<!-- features:begin -->\n")[1].split("\n<!-- features:end -->")[0]
+    assert table == costs.table(report)

@@ -229,6 +229,11 @@ def test_compiled_only_is_not_passed(monkeypatch):
     assert "not run" in report.statement
 
 
+def test_results_without_elements_are_bit_equal_in_any_strides():
+    nothing = torch.empty_like(torch.empty(1, dtype=torch.float16).expand(2, 0, 4))
+    assert verification._bit_equal(nothing, nothing) and not verification._bit_equal(nothing, torch.empty(2, 0, 5))
+
+
 # ---- evidence ----
 
 
@@ -287,6 +292,43 @@ def test_recorded_evidence_holds_until_the_source_changes(recorded, monkeypatch,
     assert all("has changed" in why for why in evidence.stale_cells(claims, tmp_path).values())
     path.unlink()
     assert all("missing" in why for why in evidence.stale_cells(claims, tmp_path).values())
+
+
+def test_a_stand_in_is_recorded_as_compiled_and_backs_no_claim(kernels, monkeypatch, tmp_path):
+    """What an H200 shows of Ampere's kernels is kept, named as that, and no cell of Ampere may be verified by it."""
+    h200 = dataclasses.replace(planning.gpu("h200"), name="NVIDIA H200")
+    device = planning.standing_for(h200, "ampere")
+    monkeypatch.setattr(verification, "_build", lambda *_: None)
+    for module in (verification, evidence):
+        monkeypatch.setattr(module, "cases", lambda device, quick: [case_of("causal", "gqa")])
+    monkeypatch.setattr(verification.torch, "device", lambda *_: "cpu")
+    report = verification.verify_kernels(device)
+    assert "no evidence for Ampere itself" in report.statement
+    assert {cell.status for cell in report.cells} == {"compiled"}
+    path = evidence.record(report, device, {"driver": "13.0"}, tmp_path)
+    content = json.loads(path.read_text())
+    assert path.name == "h200-as-sm80.json" and content["status"] == "compiled" and content["stands_for"] == [8, 0]
+    assert content["note"] == "sm80-family source compiled for sm_90, on NVIDIA H200"
+    assert all(entry["error"] <= entry["bound"] for entries in content["cells"].values() for entry in entries)
+    cells = {
+        key: dataclasses.replace(cell, status="verified", evidence=path.name)
+        for key, cell in planning.support().cells.items()
+        if cell.name in content["cells"]
+    }
+    stale = evidence.stale_cells(dataclasses.replace(planning.support(), cells=cells), tmp_path)
+    assert len(stale) == len(cells) == 6 and all("stood in for another" in why for why in stale.values())
+
+
+@pytest.mark.parametrize("path", sorted(evidence.folder().glob("*-as-*.json")), ids=lambda path: path.stem)
+def test_records_of_stand_ins_claim_no_more_than_they_show(path):
+    """Every claimed cell of the generation that was stood in for, each error within its bound, and no row relies on it."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    device = planning.device_for(tuple(content["stands_for"]))
+    assert content["status"] == "compiled" and content["note"].endswith(f"on {content['gpu']}")
+    assert content["shared_memory"] <= device.shared_memory
+    assert set(content["cells"]) <= set(cases.claimed(device)) and content["cells"]
+    assert all(entry["error"] <= entry["bound"] for entries in content["cells"].values() for entry in entries)
+    assert path.name not in {cell.evidence for cell in planning.support().cells.values()}
 
 
 def test_evidence_comes_from_a_gpu_only(kernels, monkeypatch, tmp_path):

@@ -40,6 +40,36 @@ void run_mma(void* const (&arguments)[kLanes], Site site) {
   }
 }
 
+struct MmaK8Arguments {
+  float* d;
+  u32 a[2], b;
+};
+
+// d[16x8] += a[16x8] b[8x8] in fp16. a[0..1]: (row g, columns 2p), (g + 8, 2p); b: rows 2p of column g; d as above.
+void run_mma_k8(void* const (&arguments)[kLanes], Site site) {
+  count("mma_m16n8k8", site);
+  float a[16][8], b[8][8], d[16][8];
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    const MmaK8Arguments& in = *static_cast<const MmaK8Arguments*>(arguments[lane]);
+    const u32 g = lane / 4, p = lane % 4 * 2;
+    for (u32 half = 0; half < 2; ++half) {
+      a[g + half * 8][p] = widen<false>(in.a[half] & 0xffffu);
+      a[g + half * 8][p + 1] = widen<false>(in.a[half] >> 16);
+      for (u32 i = 0; i < 2; ++i) d[g + half * 8][p + i] = in.d[half * 2 + i];
+    }
+    b[p][g] = widen<false>(in.b & 0xffffu);
+    b[p + 1][g] = widen<false>(in.b >> 16);
+  }
+  for (u32 row = 0; row < 16; ++row)
+    for (u32 k = 0; k < 8; ++k)
+      for (u32 column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    float* out = static_cast<const MmaK8Arguments*>(arguments[lane])->d;
+    const u32 g = lane / 4, p = lane % 4 * 2;
+    for (u32 i = 0; i < 4; ++i) out[i] = d[g + i / 2 * 8][p + i % 2];
+  }
+}
+
 struct LdmatrixArguments {
   u32* r;
   u32 address;
@@ -150,6 +180,7 @@ void run_sync_warp(void* const (&)[kLanes], Site site) {
 
 const Collective kMmaBf16{"mma_m16n8k16", run_mma<true>};
 const Collective kMmaFp16{"mma_m16n8k16", run_mma<false>};
+const Collective kMmaK8{"mma_m16n8k8", run_mma_k8};
 const Collective kLdmatrix{"ldmatrix_x4", run_ldmatrix<false>};
 const Collective kLdmatrixTrans{"ldmatrix_x4_trans", run_ldmatrix<true>};
 const Collective kShflXor{"shfl_xor", run_shfl};
@@ -166,6 +197,11 @@ const Collective kSyncWarp{"sync_warp", run_sync_warp};
 void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool is_bf16, Site site) {
   MmaArguments arguments{d, a, {b0, b1}};
   rendezvous(is_bf16 ? kMmaBf16 : kMmaFp16, &arguments, site);
+}
+
+void mma_m16n8k8(float (&d)[4], u32 a0, u32 a1, u32 b0, Site site) {
+  MmaK8Arguments arguments{d, {a0, a1}, b0};
+  rendezvous(kMmaK8, &arguments, site);
 }
 
 void ldmatrix(u32 (&r)[4], u32 address, bool transposed, Site site) {

@@ -31,6 +31,7 @@ template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
 inline float fmaxf(float a, float b) { return a != a || a < b ? b : a; }  // a NaN loses, as on the device
 inline float fminf(float a, float b) { return a != a || b < a ? b : a; }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
+inline float sqrtf(float x) { return __builtin_sqrtf(x); }
 inline u32 __umulhi(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
 inline float __int_as_float(u32 bits) { return emulation::float_of(bits); }
 inline u32 __float_as_uint(float x) { return emulation::bits_of(x); }
@@ -72,17 +73,20 @@ template <class T> DEVICE void st_global(T* pointer, T value, SITE) {
 DEVICE void red_add_global(float* pointer, float value, SITE) {
   *emulation::global_add("red_add_global", pointer, 4, site) += value;
 }
+#ifndef WORDS_OF_SM75
 constexpr bool kHasVectorReduction = true;
 DEVICE void red_add_global(float* pointer, F32x4 v, SITE) {
   float* sum = emulation::global_add("red_add_global", pointer, 16, site);
   sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
 }
+#endif
 DEVICE i32 ld_acquire_global(const i32* pointer, SITE) { return emulation::global_acquire("ld_acquire_global", pointer, site); }
 DEVICE void red_release_add_global(i32* pointer, i32 value, SITE) {
   emulation::global_release_add("red_release_add_global", pointer, value, site);
 }
 DEVICE void fence_global() {}
 
+#ifndef WORDS_OF_SM75
 // ---- asynchronous copy ----
 DEVICE void cp_async_16(u32 destination, const void* source, bool valid, SITE) {
   emulation::copy_async(destination, source, valid, site);
@@ -94,6 +98,7 @@ template <int kPending> DEVICE void cp_async_wait(SITE) { emulation::copy_async_
 template <bool kIsBf16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, SITE) {
   emulation::mma_m16n8k16(d, a, b0, b1, kIsBf16, site);
 }
+#endif
 
 // ---- threads with each other ----
 DEVICE void sync_block(SITE) { emulation::sync_block(site); }
@@ -107,6 +112,7 @@ DEVICE float shfl_xor(float value, int mask, SITE) {
 }
 DEVICE bool vote_any(bool predicate, SITE) { return emulation::vote(predicate, site) != 0; }
 DEVICE bool vote_all(bool predicate, SITE) { return emulation::vote(predicate, site) == ~0u; }
+DEVICE u32 ballot(bool predicate, SITE) { return emulation::vote(predicate, site); }
 DEVICE bool sync_block_or(bool predicate, SITE) { return emulation::sync_block_or(predicate, site); }
 
 // ---- arithmetic: the approximate instructions are within 2 ulp of these ----
@@ -120,9 +126,11 @@ DEVICE float rcp_approx(float x) { return 1.0f / x; }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float minimum(float a, float b) { return fminf(a, b); }
 DEVICE float tanh_approx(float x) { return __builtin_tanhf(x); }
+#ifndef WORDS_OF_SM75
 template <bool kIsBf16> DEVICE u32 pack(float low, float high) {
   return emulation::narrow<kIsBf16>(low) | emulation::narrow<kIsBf16>(high) << 16;
 }
+#endif
 template <bool kIsBf16> DEVICE F32x2 unpack(u32 pair) {
   return {emulation::widen<kIsBf16>(pair & 0xffffu), emulation::widen<kIsBf16>(pair >> 16)};
 }

@@ -1,0 +1,3 @@
+// Attention forward on Turing: forward_sm80.cu, its products, copies and reductions made of Turing's instructions.
+#include "substitutes_sm75.cuh"
+#include "forward_sm80.cu"
