@@ -158,7 +158,7 @@ def compare(model_type: str, model, inputs: dict, row: dict) -> None:
             row["left_alone"] = sorted({d for m in report.modules if not m.dispatched for d in m.declines})
             row["compared"] = len(report.comparisons)
             row["kernels"] = sum(bool(module.kernels) for module in report.modules)
-            if report.declined or not row["dispatched"]:
+            if report.declined or not (row["dispatched"] or report.error):
                 row["outcome"] = "declined"
                 row["reason"] = report.error or "; ".join(row["left_alone"]) or "no attention module"
                 return

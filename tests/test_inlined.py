@@ -126,7 +126,7 @@ def test_causal_masks_keep_their_structure(name, monkeypatch):
 
     calls, original = [], ops.attend
     monkeypatch.setattr(
-        ops, "attend", lambda q, k, v, call, *rest: calls.append(call) or original(q, k, v, call, *rest)
+        ops, "attend", lambda q, k, v, call, *rest, **more: calls.append(call) or original(q, k, v, call, *rest, **more)
     )
     model, inputs = small(name)
     with patcher.apply(model), torch.no_grad():
