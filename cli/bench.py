@@ -28,7 +28,7 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @click.option("--features", is_flag=True, help="Time instead what each feature costs over the plain kernel.")
 @roofline.options
 @options.as_json
-@options.json_schema("benchmarking.BenchReport", "costs.CostReport", "roofline.RooflineReport")
+@options.json_schema("benchmarking.BenchReport", "feature_costs.CostReport", "roofline.RooflineReport")
 def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
     """Time flashpatch beside SDPA's backends, and FlashAttention-3 where the wheel fa3-fwd is installed, forward and
     backward: 16384 tokens, heads times head dim 2048.
@@ -63,13 +63,13 @@ def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
 
 
 def _time_features(head_dims, rounds, dtype, as_json) -> None:
-    from flashpatch import costs
+    from flashpatch import feature_costs
 
     with rendering.progress("bench") as advance:
-        report = costs.measure(
+        report = feature_costs.measure(
             head_dims=head_dims, rounds=rounds, dtype=dtype, advance=lambda done, total: advance(done, total, "")
         )
-    failed = [cost for cost in report.costs if cost.kernel != costs.PEER and cost.error]
+    failed = [cost for cost in report.costs if cost.kernel != feature_costs.PEER and cost.error]
     code = MISMATCH if failed else HOLDS
     if as_json:
         rendering.emit_json(report, code)

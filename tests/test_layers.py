@@ -30,7 +30,7 @@ LAYERS = [
     {"patcher"},
     {"registration", "models", "model_verification", "environment", "tracing"},
     {"verification", "auditing", "benchmarking"},
-    {"costs", "roofline"},
+    {"feature_costs", "roofline"},
     {"evidence"},
     {"cli"},
 ]

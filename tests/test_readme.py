@@ -133,8 +133,8 @@ def test_speed_table_is_what_was_measured():
 
 
 def test_feature_table_is_what_was_measured():
-    from flashpatch import costs
+    from flashpatch import feature_costs
 
     report = json.loads((ROOT / "tests" / "evidence" / "h200_features.json").read_text())
     table = README.split("<!-- features:begin -->\n")[1].split("\n<!-- features:end -->")[0]
-    assert table == costs.table(report)
+    assert table == feature_costs.table(report)
