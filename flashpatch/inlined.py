@@ -65,8 +65,14 @@ MODULES = {
 }
 
 
+@functools.cache
 def where(cls: type) -> Where | None:
-    """Where a module class has its attention; None for classes that are not read."""
+    """Where a module class has its attention; None for classes that are not read.
+
+    Nor is one that asks for an implementation in the transformers that is installed: GPT-J does from 5.24 on, say.
+    """
+    if "ALL_ATTENTION_FUNCTIONS" in "".join(interface.source_of(base) for base in cls.__mro__[:-2]):
+        return None
     parts = cls.__module__.split(".")
     if parts[:2] != ["transformers", "models"] or len(parts) < 4:
         return None
@@ -213,11 +219,8 @@ def _operate(function, *args, **kwargs):
     scores = next((value for value in (*args, *kwargs.values()) if isinstance(value, Scores)), None)
     recorder = _RECORDERS.get(name)
     result = None
-    if scores is not None and recorder is not None:
-        try:
-            result = recorder(*args, **kwargs)
-        except TypeError:  # a signature the recorder does not have
-            result = None
+    if scores is not None and recorder is not None and _fits(recorder, args, kwargs):
+        result = recorder(*args, **kwargs)
     if result is None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Scores):
@@ -226,6 +229,18 @@ def _operate(function, *args, **kwargs):
     if isinstance(result, Scores) and result is not scores:
         result.source = function, args, kwargs
     return result
+
+
+def _fits(recorder, args, kwargs) -> bool:
+    """Whether a recorder knows an operation called with these arguments."""
+    try:
+        _parameters(recorder).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+_parameters = functools.cache(inspect.signature)
 
 
 # ---- operations that are recorded: None from any of them means that it is not ----

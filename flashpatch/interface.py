@@ -52,6 +52,8 @@ REFUSED = {
 }
 # Model types that add columns of their own to a mask which is a tensor, and skip that for anything else.
 TENSOR_MASKS = frozenset({"deepseek_v4"})
+# Model types that shorten their sequences behind the mask, and can only where it is None, as it is where it hides nothing.
+NO_EMPTY_MASKS = frozenset({"informer"})
 
 
 # ---- registration ----
@@ -157,9 +159,10 @@ def mask_function(
     spec = mask_functions.recover(
         **sizes, mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, materialise=materialise
     )
-    if getattr(kwargs.get("config"), "model_type", None) in TENSOR_MASKS:
+    model_type = getattr(kwargs.get("config"), "model_type", None)
+    if model_type in TENSOR_MASKS:
         return spec.materialise()
-    return spec
+    return None if model_type in NO_EMPTY_MASKS and spec.hides_nothing() else spec
 
 
 # ---- the attention function ----
@@ -317,6 +320,8 @@ def _mask(attention_mask, q, k, is_causal, sliding_window, position_ids, cu_seq_
 
 def _matching(spec: MaskSpec, q, k) -> MaskSpec:
     """The spec on the tensors' device, or an error where it was built for other lengths."""
+    if spec.q_length != q.shape[1] and spec.same_for_all_rows():
+        spec = spec._replace(q_length=q.shape[1])  # which keys are padding does not depend on the rows
     if spec.q_length != q.shape[1] or spec.kv_length < k.shape[1]:
         raise ValueError(
             f"the attention mask was built for {spec.q_length} queries and {spec.kv_length} keys, but attention got "

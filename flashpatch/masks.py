@@ -142,6 +142,14 @@ class MaskSpec:
     def packed(self) -> bool:
         return "packed" in self.words
 
+    def same_for_all_rows(self) -> bool:
+        """Whether nothing but padding is hidden: then one row of it stands for any number of them."""
+        unlimited = self.left >= UNLIMITED and self.right >= UNLIMITED
+        return unlimited and self.key_ranges is None and (self.mask is None or self.mask.shape[-2] == 1)
+
+    def hides_nothing(self) -> bool:
+        return self.mask is None and self.same_for_all_rows()
+
     def lower(self, k_length: int) -> Lowered:
         """This mask for `k_length` keys (at most `kv_length`: newer keys are then cut off)."""
         band = lower_band(self.left, self.right, self.shift, self.q_length, k_length)

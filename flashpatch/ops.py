@@ -173,7 +173,7 @@ class _Attention(torch.autograd.Function):
         else:
             gradients = execution.backward(*inputs, call, layer, strict)
         dq, dk, dv, dbias, dsinks = gradients
-        dbias = None if bias is None or dbias is None else _like(dbias, bias)
+        dbias = _like(dbias, bias) if dbias is not None and ctx.needs_input_grad[3] else None
         return dq, dk, dv, dbias, None if sinks is None else _like(dsinks, sinks)
 
 

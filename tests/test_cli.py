@@ -491,10 +491,10 @@ def test_audit_of_every_generation(folders):
 
 
 def test_a_model_that_is_not_dispatched_has_no_squares_to_show(folders):
-    code, report = run_json("audit", folders / "bloom", "--all", "--dtype", "bf16")
+    code, report = run_json("audit", folders / "hard-coded", "--all", "--dtype", "bf16")
     assert code == 3 and report["dispatched"] == 0 and report["reasons"]
     assert {square["status"] for square in report["squares"]} == {"fallback"}
-    assert "not dispatched" in run("audit", folders / "bloom", "--all", "--svg", "-").stdout
+    assert "not dispatched" in run("audit", folders / "hard-coded", "--all", "--svg", "-").stdout
 
 
 def test_pictures_are_complete_and_need_nothing_from_outside(folders, tmp_path):

@@ -353,6 +353,18 @@ def test_function_transforms_give_the_gradients_of_backward():
         torch.testing.assert_close(ours[0], plain)
 
 
+def test_a_bias_that_repeats_itself_and_gets_no_gradient():
+    """ALiBi, say: one row of numbers per head, expanded by stride 0, in training."""
+    q, k, v = (tensor.requires_grad_() for tensor in qkv())
+    row = torch.randn(1, 4, 1, 9)
+    found, expected = (
+        torch.autograd.grad(attention(q, k, v, bias=bias).square().sum(), (q, k, v))
+        for bias in (row.expand(2, 4, 9, 9), row.expand(2, 4, 9, 9).contiguous())
+    )
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
 def test_a_wider_bias_keeps_its_precision():
     q, k, v = qkv(dtype=torch.bfloat16)
     bias = 300 + torch.rand(9, 9) - torch.arange(9.0)

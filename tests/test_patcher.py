@@ -208,6 +208,16 @@ def test_unknown_keywords_are_refused_or_named():
     assert "sharpness" in codes["kwarg_unknown"]
 
 
+def test_a_mask_of_one_row_stands_for_all_rows():
+    from transformers.masking_utils import bidirectional_mask_function
+
+    padding = torch.tensor([[1, 1, 1, 0]])
+    spec = interface.mask_function(1, 1, 4, mask_function=bidirectional_mask_function, attention_mask=padding)
+    q, k, v = (torch.randn(1, 2, length, 8) for length in (5, 4, 4))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :3], v[:, :, :3]).transpose(1, 2)
+    torch.testing.assert_close(interface.attention_function(Bare(), q, k, v, spec)[0], expected, **CLOSE)
+
+
 def test_a_mask_of_another_length_is_an_error():
     spec = interface.mask_function(batch_size=1, q_length=4, kv_length=4)
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
