@@ -90,14 +90,15 @@ class Scores:
     """
 
     __slots__ = (
-        "bias", "dropout_p", "dtype", "k", "mask", "probabilities", "q", "reading", "scale", "shape", "source", "spec",
-        "value",
+        "bias", "changed", "dropout_p", "dtype", "k", "mask", "probabilities", "q", "reading", "scale", "shape", "source",
+        "spec", "value",
     )  # fmt: skip
 
     def __init__(self, reading, q, k, shape, dtype, source):
         self.reading, self.q, self.k, self.shape, self.dtype, self.source = reading, q, k, shape, dtype, source
         self.scale, self.dropout_p, self.probabilities = 1.0, 0.0, False
         self.bias = self.mask = self.spec = self.value = None
+        self.changed = False  # an operation in place that nothing here records has changed `value`: the record is void
 
     def derived(self, source, **changes) -> Scores:
         other = Scores(self.reading, self.q, self.k, self.shape, self.dtype, source)
@@ -106,6 +107,13 @@ class Scores:
         for name, value in changes.items():
             setattr(other, name, value)
         return other
+
+    def become(self, result: Scores, function, args, kwargs) -> None:
+        """An operation in place: these scores are its result from now on, and what they were is its argument."""
+        before = self.derived(self.source, value=self.value)
+        for name in Scores.__slots__:
+            setattr(self, name, getattr(result, name))
+        self.source = function, tuple(before if value is self else value for value in args), kwargs
 
     def tensor(self) -> torch.Tensor:
         """The tensor this stands for, from the module's own operations."""
@@ -219,14 +227,22 @@ def _operate(function, *args, **kwargs):
     scores = next((value for value in (*args, *kwargs.values()) if isinstance(value, Scores)), None)
     recorder = _RECORDERS.get(name)
     result = None
-    if scores is not None and recorder is not None and _fits(recorder, args, kwargs):
+    in_place = function.__name__.endswith("_") and not function.__name__.endswith("__")
+    known = recorder is not None and not (in_place and scores is not args[0])
+    if scores is not None and not scores.changed and known and _fits(recorder, args, kwargs):
         result = recorder(*args, **kwargs)
     if result is None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Scores):
                 _used(value, name)
-        return function(*_computed(args), **_computed(kwargs))
+        computed = function(*_computed(args), **_computed(kwargs))
+        if in_place and isinstance(args[0], Scores):
+            args[0].changed = True
+        return computed
     if isinstance(result, Scores) and result is not scores:
+        if in_place:
+            scores.become(result, function, args, kwargs)
+            return scores
         result.source = function, args, kwargs
     return result
 

@@ -198,6 +198,12 @@ class Hard(torch.nn.Module):
         return attention(q, k, v, self.then)
 
 
+def in_place(scores, method, *args):
+    """What a statement without an assignment does."""
+    getattr(scores, method)(*args)
+    return scores
+
+
 BELOW = torch.ones(5, 5, dtype=torch.bool).tril()
 UNRECORDED = {
     "clamp": lambda s: s.clamp(-1.0, 1.0),
@@ -210,6 +216,8 @@ UNRECORDED = {
     "maximum": lambda s: torch.max(s, torch.zeros(())),
     "transposed": lambda s: s.transpose(-1, -2),
     "through-numpy-like-functions": lambda s: torch.cumsum(s, -1),
+    "clamped-in-place": lambda s: in_place(s, "clamp_", -1.0, 1.0),
+    "clamped-in-place-then-scaled": lambda s: in_place(s, "clamp_", -1.0, 1.0) * 2.0,
 }
 RECORDED = {
     "nothing": lambda s: s,
@@ -225,6 +233,8 @@ RECORDED = {
     "as-three-dimensions": lambda s: s.view(4, 5, 5).add(torch.ones(4, 1, 5)).view(2, 2, 5, 5),
     "as-rows-of-pixels": lambda s: (s.view(4, 5, 1, 5, 1) + torch.arange(5.0).view(5, 1)).view(2, 2, 5, 5),
     "in-its-own-dtype": lambda s: s.float().type_as(s),
+    "masked-in-place": lambda s: in_place(s, "masked_fill_", ~BELOW, float("-inf")),
+    "scaled-in-place": lambda s: in_place(in_place(s, "mul_", 2.0), "add_", torch.arange(5.0)),
 }
 
 
