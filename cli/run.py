@@ -54,6 +54,8 @@ def command(as_module, override, strict, report_file, script, arguments):
     """
     if not as_module and not Path(script).is_file():
         raise Fault(f"there is no file {script}; for an installed module type: flashpatch run -m {script}", USAGE)
+    if report_file and not Path(report_file).resolve().parent.is_dir():
+        raise Fault(f"--report {report_file}: there is no folder {Path(report_file).resolve().parent}", USAGE)
     from flashpatch import interface, patcher
 
     if reason := interface.unavailable():

@@ -83,6 +83,7 @@ def markdown(matrix: planning.Matrix) -> str:
         here = sorted({cell.dtype for cell in matrix.cells.values() if cell.generation == name})
         if here and here != dtypes:
             lines[-1] += f" On {title} only {' and '.join(here)}."
+    lines[-1] += f" Largest head dims, forward / backward: {_largest_head_dims(matrix)}."
     together = [
         f"{' + '.join(sorted(names))}{'' if len(directions) == 2 else f' in the {min(directions)}'} ({reason})"
         for names, directions, reason in matrix.excludes
@@ -90,6 +91,35 @@ def markdown(matrix: planning.Matrix) -> str:
     if together:
         lines.append(f"Not together in one kernel: {'; '.join(together)}.")
     return "\n".join(lines)
+
+
+def _largest_head_dims(matrix: planning.Matrix) -> str:
+    """Per generation, and per capability where a smaller shared memory holds less; those without kernels are left out."""
+    words = []
+    for name, title in matrix.generations.items():
+        found: dict[tuple[int, int], list[str]] = {}
+        for number in (n for n, capability in matrix.capabilities.items() if capability.generation == name):
+            device = planning.device_for(number)
+            largest = tuple(_largest_head_dim(matrix, device, direction) for direction in DIRECTIONS)
+            found.setdefault(largest, []).append(".".join(map(str, number)))
+        for (forward, backward), numbers in found.items():
+            if forward:
+                which = f" ({', '.join(numbers)})" if len(found) > 1 else ""
+                words.append(f"{title}{which} {forward} / {backward}")
+    return ", ".join(words)
+
+
+def _largest_head_dim(matrix: planning.Matrix, device: Device, direction: str) -> int:
+    sizes = [
+        head_dim
+        for head_dim in matrix.head_dims
+        for dtype in DTYPES
+        if isinstance(
+            planning.resolve(Problem(direction, dtype, head_dim, min(head_dim, matrix.head_dims_v[-1])), device),
+            Plan,
+        )
+    ]
+    return max(sizes, default=0)
 
 
 def _examples(matrix: planning.Matrix, generation: str) -> str:

@@ -10,111 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import counting, families, findings, mask_kinds, patcher, profiles, sdpa_reasons
-from .dense_tracking import MATMULS, SOFTMAX_BACKWARDS, SOFTMAXES, Tags, Tracker, aten, nbytes
-from .findings import Finding, Violation
-from .interface import source_of
+from . import families, findings, mask_kinds, module_reading, operator_reading, patcher, profiles, sdpa_reasons
+from .dense_tracking import MATMULS, Tags, Tracker, aten, nbytes
 from .observations import Call, Facts
 from .profiles import ProfileReport
-
-# ---- the report ----
-
-
-@dataclass
-class Attention:
-    """All calls of one module that were alike. Shapes are [batch, heads, seqlen, head_dim]."""
-
-    path: Annotated[str, "the module's name in the outermost module called; empty outside any module"]
-    module: Annotated[str, "its class"]
-    family: Annotated[str, "what computed it: eager, sdpa_flash, sdpa_math, flashpatch, ..."]
-    kind: Annotated[str, "flash, fused (tiled, another algorithm), dense (the whole matrix in memory) or unknown"]
-    kernel: Annotated[str, "flashpatch's kernel, where one ran"]
-    compiled: Annotated[bool, "inside a torch.compile'd module, where calls are named by order of execution"]
-    calls: Annotated[int, "forward calls"]
-    recomputes: Annotated[int, "forwards run again inside a backward"]
-    backward_calls: Annotated[int, "backward calls"]
-    q: Annotated[list[int], "shape of q"]
-    k: Annotated[list[int], "shape of k"]
-    v: Annotated[list[int], "shape of v"]
-    dtype: Annotated[str, "dtype of q, k, v"]
-    device: Annotated[str, "where it ran"]
-    mask: Annotated[str, "none, causal, padding, bias, ...: what the mask says, read from its values"]
-    mask_shape: Annotated[list[int], "shape of the dense mask; empty without one"]
-    causal: Annotated[bool, "asked for by a flag, not by a mask"]
-    features: Annotated[list[str], "softcap, sinks, dropout, varlen, ..."]
-    milliseconds: Annotated[float | None, "of all its forwards, the dispatch of the trace included"]
-    backward_milliseconds: Annotated[float | None, "of all its backwards; null where they are not one operator"]
-    flops: Annotated[float, "of all its forwards, causal ones counted as the half that is computed"]
-    bytes: Annotated[int, "read and written by its forwards' operators"]
-    matrix_shape: Annotated[list[int], "largest score matrix held in memory; empty: none was"]
-    matrix_dtype: Annotated[str, "its dtype"]
-    matrix_bytes: Annotated[int, "its size"]
-    matrices: Annotated[int, "tensors of that shape made per call"]
-    heads_expanded: Annotated[int, "copies made of each key and value head"]
-    refused: Annotated[dict[str, str], "SDPA: faster backend -> why torch did not take it, in its words"]
-    forecast: Annotated[str, "on a CPU: why FlashAttention would not take the call on an NVIDIA GPU; empty if it may"]
-    declines: Annotated[list[str], "flashpatch: why no kernel took the call"]
-
-
-@dataclass
-class TraceReport:
-    """What a trace saw."""
-
-    device: Annotated[str, "the GPU's name, or CPU"]
-    torch: Annotated[str, "torch's version"]
-    rows: Annotated[list[Attention], "every attention, in order of first appearance"]
-    findings: Annotated[list[Finding], "silent losses, the worst first"]
-    operators: Annotated[int, "operators that went through the trace"]
-    wall_milliseconds: Annotated[float, "of the whole block"]
-    overhead_milliseconds: Annotated[float, "of it in the trace itself; outside the block there is no overhead"]
-    statements: Annotated[list[str], "what was not seen, or only in part"]
-    profile: Annotated[ProfileReport | None, "the same by kernel names, with profile=True"] = None
-    violations: Annotated[list[Violation], "what breaks the budget asked for"] = field(default_factory=list)
-
-    @property
-    def holds(self) -> bool:
-        """Whether no finding says wrong or slow."""
-        return all(finding.level == "note" for finding in self.findings)
-
-    def add_profile(self, profile: ProfileReport) -> None:
-        """Put the profiler's view beside the trace's; what only kernels show becomes a finding."""
-        self.profile = profile
-        # on a GPU both kinds of spelled-out attention are the same kernels
-        seen = {"eager" if row.family == "sdpa_math" and profile.gpu else row.family for row in self.rows}
-        for item in profile.families:
-            if profile.gpu and item.family not in seen:
-                text = f"{item.title} ran ({item.calls + item.backward_calls} kernels) without an operator that the trace sees"
-                level = "slow" if item.verdict == "dense" else "note"
-                self.findings.append(Finding(level, "only_profiler", "", text))
-
-    def __str__(self) -> str:
-        lines = []
-        for row in self.rows:
-            where = row.path or "attention"
-            held = f", held {row.matrix_shape} {row.matrix_dtype}" if row.matrix_bytes else ""
-            title = families.BY_NAME[row.family].title
-            lines.append(
-                f"{where}: {title}, {row.calls} calls, q {row.q} {row.dtype}, mask {row.mask}{held}"
-                + "".join(f"\n    not {name}: {text}" for name, text in row.refused.items())
-            )
-        for finding, paths in findings.grouped(self.findings):
-            lines.append(
-                f"{finding.level.upper()} {finding.code}: {findings.places(paths)}: {finding.text}".replace(": :", ":")
-            )
-        return "\n".join(lines or ["no attention was seen"])
-
+from .trace_report import Attention, TraceReport
 
 # ---- watching ----
 
@@ -252,7 +163,6 @@ class Trace:
             raise RuntimeError("another flashpatch.trace() is running in this process; one at a time")
         if self._report is not None:
             raise RuntimeError("this trace has ended; make another with flashpatch.trace()")
-        _active = self
         self._thread = threading.get_ident()
         self._exits = contextlib.ExitStack()
         if self._profile:
@@ -262,6 +172,7 @@ class Trace:
         self._module_call, self._sdpa = torch.nn.Module.__call__, F.scaled_dot_product_attention
         self._patched_call, self._patched_sdpa = _module_wrapper(self), _sdpa_wrapper(self)
         self._patch()
+        _active = self
         self._began = time.perf_counter()
         return self
 
@@ -327,7 +238,7 @@ class Trace:
                 name: child for name, child in module.named_modules() if "attention" in type(child).__name__.lower()
             }
             outermost = [name for name in inner if not any(name.startswith(f"{other}.") for other in inner)]
-            frame.attentions = [_plain(f"{path}.{name}".strip(".")) for name in outermost if name]
+            frame.attentions = [module_reading.plain(f"{path}.{name}".strip(".")) for name in outermost if name]
         return frame
 
     def _root_of(self, module):
@@ -340,7 +251,7 @@ class Trace:
     def _paths(self, root) -> dict[int, str]:
         entry = self._names.get(id(root))
         if entry is None:
-            names = {id(module): _plain(name) for name, module in root.named_modules()}
+            names = {id(module): module_reading.plain(name) for name, module in root.named_modules()}
             for parameter in root.parameters():
                 with contextlib.suppress(NotImplementedError, RuntimeError):
                     self._tracker.parameters.add(parameter.untyped_storage()._cdata)
@@ -368,7 +279,7 @@ class Trace:
             count = len(compiled.attentions)
             if count:
                 path = compiled.attentions[compiled.seen % count]
-                names = {_plain(name): child for name, child in inside.named_modules()}
+                names = {module_reading.plain(name): child for name, child in inside.named_modules()}
                 relative = path.removeprefix(f"{compiled.path}.") if compiled.path else path
                 module = names.get(relative, module)
             compiled.seen += 1
@@ -382,13 +293,13 @@ class Trace:
         )  # fmt: skip
         implementation = getattr(config, "_attn_implementation", None)
         weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-        softcap = _number(module, config, "attn_logit_softcapping", "softcap", "logits_soft_cap")
+        softcap = module_reading.number(module, config, "attn_logit_softcapping", "softcap", "logits_soft_cap")
         window = getattr(module, "sliding_window", None)
         return Facts(
             path or type(module).__name__, type(module).__name__, type(root).__name__, implementation,
-            getattr(getattr(root, "config", None), "_attn_implementation", None), _mask_registered(implementation),
-            _supports_sdpa(self._stack), _dispatches(module) if implementation else None, softcap, isinstance(getattr(module, "sinks", None), torch.Tensor),
-            window if isinstance(window, int) else None, "" if weight is None else _word(weight.dtype),
+            getattr(getattr(root, "config", None), "_attn_implementation", None), module_reading.mask_registered(implementation),
+            module_reading.supports_sdpa([f.module for f in self._stack]), module_reading.dispatches(module) if implementation else None, softcap, isinstance(getattr(module, "sinks", None), torch.Tensor),
+            window if isinstance(window, int) else None, "" if weight is None else module_reading.word(weight.dtype),
             compiled is not None,
         )  # fmt: skip
 
@@ -399,7 +310,7 @@ class Trace:
             return function(*args, **kwargs)
         category = self._categories.get(function)
         if category is None:
-            category = self._categories[function] = _category(function)
+            category = self._categories[function] = operator_reading.category(function)
         if category == "composite":
             return self._composite(mode, function, args, kwargs)
         self._operators += 1
@@ -422,7 +333,7 @@ class Trace:
         """An operator that torch spells out in others; under inference_mode it arrives here whole."""
         outer = self._asked
         if function is aten.scaled_dot_product_attention.default:
-            self._asked = _Asked(**_named(function, args, kwargs, _SDPA_WORDS))
+            self._asked = _Asked(**operator_reading.named(function, args, kwargs, _SDPA_WORDS))
         try:
             with mode:
                 return function.decompose(*args, **kwargs)
@@ -482,13 +393,13 @@ class Trace:
         note.call, note.mask = call, None
 
     def _on_attention(self, function, args, kwargs):
-        family = families.of_operator(_full_name(function))
-        named = _named(function, args, kwargs)
+        family = families.of_operator(operator_reading.full_name(function))
+        named = operator_reading.named(function, args, kwargs)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if not tensors:
             return None
         device = tensors[0].device
-        if families.is_backward(_full_name(function)):
+        if families.is_backward(operator_reading.full_name(function)):
             call = next(
                 (
                     c
@@ -499,10 +410,10 @@ class Trace:
             )
             mark = self._mark(device)
             return lambda out: call.backwards.append((mark, self._mark(device))) if call else None
-        q, k, v = _tensors(named, tensors)
+        q, k, v = operator_reading.tensors(named, tensors)
         if q is None:
             return None
-        before = _counted(named) if family.name == "flashpatch" else None
+        before = operator_reading.counted(named) if family.name == "flashpatch" else None
         mark = self._mark(device)
         return lambda out: self._after_attention(function, family, named, (q, k, v), before, mark, out)
 
@@ -511,18 +422,20 @@ class Trace:
         stop = self._mark(q.device)
         name, kernel, declines = family.name, "", []
         if before is not None:
-            name, kernel, declines = _ran(named, before)
-        heads_last = family.name not in _HEADS_SECOND
-        shapes = [_shape(tensor, heads_last) for tensor in qkv]
-        mask = next((named[word] for word in _MASKS if isinstance(named.get(word), torch.Tensor)), None)
+            name, kernel, declines = operator_reading.ran(named, before)
+        heads_last = family.name not in operator_reading.HEADS_SECOND
+        shapes = [operator_reading.shape(tensor, heads_last) for tensor in qkv]
+        mask = next((named[word] for word in operator_reading.MASKS if isinstance(named.get(word), torch.Tensor)), None)
         causal = bool(named.get("is_causal") or named.get("causal"))
-        left, right = (_window(named, side) for side in ("left", "right"))
+        left, right = (operator_reading.window(named, side) for side in ("left", "right"))
         if family.name == "flashpatch":
             causal = right == 0
-        call = self._note(name, *shapes, q.dtype, q.device, mask, features=_features(named), causal=causal)
+        call = self._note(
+            name, *shapes, q.dtype, q.device, mask, features=operator_reading.features(named), causal=causal
+        )
         call.window = left is not None and left >= 0
         call.kernel, call.declines = kernel, declines
-        pairs = _pairs(named, shapes, causal, left if call.window else None)
+        pairs = operator_reading.pairs(named, shapes, causal, left if call.window else None)
         call.flops = 2.0 * shapes[0][1] * pairs * (shapes[0][-1] + shapes[2][-1])
         call.bytes = nbytes(q, k, v, mask, out)
         call.start, call.stop = mark, stop
@@ -545,11 +458,22 @@ class Trace:
         if asked is None and family == "sdpa_math":
             asked = _reconstructed(q, k, v, dtype, device, mask, features)
         recompute = torch._C._current_graph_task_id() != -1
-        call = Call(facts, family, q, k, v, _word(dtype), str(device), recompute, causal=causal, features=set(features))
+        call = Call(
+            facts,
+            family,
+            q,
+            k,
+            v,
+            module_reading.word(dtype),
+            str(device),
+            recompute,
+            causal=causal,
+            features=set(features),
+        )
         if asked is not None:
             given = asked.mask
             call.causal = asked.is_causal
-            call.dtype = _word(asked.q.dtype)
+            call.dtype = module_reading.word(asked.q.dtype)
             if asked.k.dim() == 4:
                 call.q, call.k, call.v = (tuple(tensor.shape) for tensor in (asked.q, asked.k, asked.v))
             if family in ("sdpa_math", "sdpa_efficient") and asked.k.shape[-3] != asked.q.shape[-3]:
@@ -730,181 +654,3 @@ _SDPA_WORDS = {
     "query": "q", "key": "k", "value": "v", "attn_mask": "mask", "dropout_p": "dropout_p", "is_causal": "is_causal",
     "scale": "scale", "enable_gqa": "enable_gqa",
 }  # fmt: skip
-
-
-# ---- reading operators ----
-
-_HEADS_SECOND = {
-    "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu", "sdpa_overrideable", "flex_eager", "native_mha",
-}  # fmt: skip
-_MASKS = ("attn_mask", "attn_bias", "mask", "bias")
-_FLEX_WORDS = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options")
-
-
-def _full_name(function) -> str:
-    name = function.name() if callable(getattr(function, "name", None)) else str(function)
-    if isinstance(function, torch._ops.HigherOrderOperator):
-        return f"higher_order::{name}"
-    return name.partition(".")[0] if "::" in name else name
-
-
-def _category(function) -> str:
-    if function in MATMULS:
-        return "matmul"
-    if function in SOFTMAXES:
-        return "softmax"
-    if function in SOFTMAX_BACKWARDS:
-        return "softmax_backward"
-    if function is aten.clone.default:
-        return "clone"
-    name = _full_name(function)
-    if families.of_operator(name) is not None and name != "aten::_scaled_dot_product_attention_math":
-        return "attention"
-    if isinstance(function, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        function.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-    ):
-        return "composite"
-    return "other"
-
-
-def _named(function, args, kwargs, words: dict[str, str] | None = None) -> dict[str, Any]:
-    """The arguments of an operator by the names of its schema (or what `words` calls them)."""
-    if isinstance(function, torch._ops.HigherOrderOperator):
-        return {**dict(zip(_FLEX_WORDS, args, strict=False)), **kwargs}
-    names = [argument.name for argument in function._schema.arguments]
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {words[name]: value for name, value in named.items() if name in words} if words else named
-
-
-def _tensors(named: dict, tensors: list):
-    for names in (("query", "key", "value"), ("q", "k", "v")):
-        if all(isinstance(named.get(name), torch.Tensor) for name in names):
-            return tuple(named[name] for name in names)
-    dense = [tensor for tensor in tensors if tensor.dim() >= 3]
-    return tuple(dense[:3]) if len(dense) >= 3 else (None, None, None)
-
-
-def _shape(tensor: torch.Tensor, heads_last: bool) -> tuple[int, int, int, int]:
-    """[batch, heads, seqlen, head_dim]."""
-    shape = tuple(tensor.shape)
-    if len(shape) == 5:  # xFormers' grouped heads
-        shape = (shape[0], shape[1], shape[2] * shape[3], shape[4])
-    if len(shape) == 3:
-        shape = (1, *shape)
-    return (shape[0], shape[2], shape[1], shape[3]) if heads_last else shape
-
-
-def _window(named: dict, side: str) -> int | None:
-    for word in (f"window_{side}", f"window_size_{side}"):
-        if isinstance(named.get(word), int):
-            return named[word]
-    pair = named.get("window_size")
-    if isinstance(pair, (tuple, list)) and len(pair) == 2:
-        return pair[side == "right"]
-    return None
-
-
-def _features(named: dict) -> set[str]:
-    found = set()
-    if named.get("softcap"):
-        found.add("softcap")
-    if any(isinstance(named.get(word), torch.Tensor) for word in ("sinks", "s_aux", "sink", "learnable_sink")):
-        found.add("sinks")
-    if any(name.startswith("cu_seqlen") and isinstance(value, torch.Tensor) for name, value in named.items()):
-        found.add("varlen")
-    if isinstance(named.get("key_ranges"), torch.Tensor):
-        found.add("key_ranges")
-    if isinstance(named.get("alibi_slopes"), torch.Tensor):
-        found.add("alibi")
-    if named.get("dropout_p") or named.get("dropout"):
-        found.add("dropout")
-    return found
-
-
-def _pairs(named: dict, shapes, causal: bool, window: int | None) -> float:
-    """Query-key pairs of one head that the call computes, over the batch."""
-    starts = [
-        value for name, value in named.items() if name.startswith("cu_seqlen") and isinstance(value, torch.Tensor)
-    ]
-    if starts:
-        lengths = [value.diff().tolist() for value in (starts[0], starts[-1])]
-    else:
-        lengths = [[shapes[0][2]] * shapes[0][0], [shapes[1][2]] * shapes[0][0]]
-    total = 0.0
-    for rows, columns in zip(*lengths, strict=True):
-        seen = rows * columns / 2 if causal and rows > 1 and columns >= rows else rows * columns
-        total += min(seen, rows * (window + 1)) if window is not None else seen
-    return total
-
-
-# ---- flashpatch's own operators ----
-
-
-def _counted(named: dict):
-    counts = counting.counts(named["layer"])
-    return dict(counts.launches), dict(counts.declines)
-
-
-def _ran(named: dict, before) -> tuple[str, str, list[str]]:
-    """(family, kernel, declines) of flashpatch's operator, by what it counted."""
-    counts = counting.counts(named["layer"])
-    kernels = [kernel for kernel, count in counts.launches.items() if count > before[0].get(kernel, 0)]
-    declines = [
-        f"{code}: {text}" for (code, text), count in counts.declines.items() if count > before[1].get((code, text), 0)
-    ]
-    if kernels:
-        return "flashpatch", ", ".join(kernels), []
-    return "flashpatch_fallback", "", declines
-
-
-# ---- reading modules ----
-
-
-def _plain(path: str) -> str:
-    """A path without what wrappers add to it."""
-    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_fsdp_wrapped_module"))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _number(module, config, *names: str) -> float | None:
-    for owner in (module, config):
-        for name in names:
-            value = getattr(owner, name, None)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-                return float(value)
-    return None
-
-
-def _mask_registered(implementation: str | None) -> bool | None:
-    """Whether transformers would build a mask for this attention implementation; None if it is not one of a user's."""
-    masks = sys.modules.get("transformers.masking_utils")
-    models = sys.modules.get("transformers.modeling_utils")
-    if implementation is None or masks is None or models is None:
-        return None
-    functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", {})
-    if implementation not in functions or implementation.startswith("paged|"):
-        return None
-    return implementation in masks.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-
-
-_dispatching: dict[type, bool] = {}
-
-
-def _dispatches(module) -> bool:
-    """Whether a module's class calls whatever is registered under its configuration's implementation."""
-    kind = type(module)
-    if kind not in _dispatching:
-        classes = [base for base in kind.__mro__ if base not in (torch.nn.Module, object)]
-        _dispatching[kind] = any("ALL_ATTENTION_FUNCTIONS" in source_of(base) for base in classes)
-    return _dispatching[kind]
-
-
-def _supports_sdpa(stack: list[_Frame]) -> bool | None:
-    for frame in reversed(stack):
-        value = getattr(type(frame.module), "_supports_sdpa", None)
-        if isinstance(value, bool):
-            return value
-    return None

@@ -271,6 +271,8 @@ def page(table: dict) -> str:
         f"Every model type of transformers {table['transformers']} whose code dispatches attention ({len(rows)}), built small with",
         "random weights, patched and compared with eager attention on a CPU: " + counts + ".",
         "Written by `python tests/model_table.py --page`, from `models.json` beside it, which has every check of every type.",
+        "A row stays as it was measured until it is run anew (`python tests/model_table.py TYPE`): these were made over a day",
+        "in which the seam was still mended, so not every one with the code that is there now.",
         "",
     ]
     for outcome, title in (

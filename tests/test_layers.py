@@ -17,6 +17,7 @@ KERNELS = ROOT / "cuda_src"
 LAYERS = [
     {"problem", "call", "tolerance", "arguments", "families", "mask_kinds", "observations"},
     {"reference", "counting", "findings", "profiles", "dense_tracking", "sdpa_reasons"},
+    {"trace_report", "operator_reading"},
     {"masks", "tagging"},
     {"mask_functions"},
     {"planning"},
@@ -26,7 +27,7 @@ LAYERS = [
     {"execution", "pair_launching"},
     {"ops", "pairs", "captures"},
     {"interface"},
-    {"inlined"},
+    {"inlined", "module_reading"},
     {"patcher"},
     {"registration", "models", "model_verification", "environment", "tracing"},
     {"verification", "auditing", "benchmarking"},
