@@ -25,6 +25,7 @@ _PUBLIC = {
     "plan": "auditing",
     "verify": "verification",
     "audit": "auditing",
+    "cost": "costing",
     "DeclinedError": "problem",
 }
 

@@ -29,7 +29,7 @@ LAYERS = [
     {"patcher"},
     {"registration", "models", "model_verification", "environment"},
     {"verification", "auditing", "benchmarking"},
-    {"evidence"},
+    {"evidence", "costing"},
     {"cli"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
