@@ -236,10 +236,9 @@ def _way(kinds: dict, context: int, batch: int, element: int, kernel: bool, limi
         statistics = 4 * rows * hq
         flops = [2 * hq * pairs * (d + dv), 2 * hq * pairs * (3 * d + 2 * dv if kernel else 2 * d + 2 * dv)]
         moved = [q + k + v + out + statistics, 2 * (q + k + v) + 2 * out + 2 * statistics]
-        working, saved = statistics, statistics
+        working, saved = _working(kind, context, element, kernel)
         if not kernel:
             scores = hq * full
-            # repeated keys and values are written out for every query head
             repeated = 0 if hq == hkv else keys * hq * (d + dv) * element
             # q k^T written; * scale and + mask, each read and written; softmax, read and written in fp32; its cast, read and
             # written; read for p v
@@ -247,7 +246,6 @@ def _way(kinds: dict, context: int, batch: int, element: int, kernel: bool, limi
             # dp written; cast to fp32, read and written; softmax's gradient, reads that and p in fp32, written; * scale, read
             # and written; p read for dv, ds for dq and for dk
             moved[1] += scores * (8 * element + 12) + 2 * repeated - 2 * statistics
-            working, saved = scores * (2 * element + 4) + repeated, scores * (element + 4) + repeated
         for name, value in (
             ("forward_flops", flops[0]), ("backward_flops", flops[1]), ("forward_bytes", moved[0]),
             ("backward_bytes", moved[1]), ("saved_bytes", saved),
@@ -282,14 +280,25 @@ def _cache_bytes(kinds: dict, context: int, element: int) -> float:
     return float(sum(per_call))
 
 
-def _working_bytes(kinds: dict, context: int, element: int, kernel: bool) -> float:
-    return _way(kinds, context, 1, element, kernel, Ceilings("", None, None, None, False), {})["working_bytes"]
+def _working(kind: _Kind, context: int, element: int, kernel: bool) -> tuple[float, float]:
+    """Memory beside q, k, v and out of one call: while it runs, and kept for its backward."""
+    rows, keys = kind.lengths(context)
+    if kernel:
+        statistics = 4 * rows * kind.heads_q
+        return statistics, statistics
+    scores = kind.heads_q * rows * keys
+    # repeated keys and values are written out for every query head
+    alike = kind.heads_q == kind.heads_kv
+    repeated = 0 if alike else keys * kind.heads_q * (kind.head_dim + kind.head_dim_v) * element
+    return scores * (2 * element + 4) + repeated, scores * (element + 4) + repeated
 
 
 def _largest_batch(kinds, context: int, element: int, kernel: bool, limits: Ceilings, weights: int) -> int | None:
     if limits.memory_bytes is None:
         return None
-    each = _cache_bytes(kinds, context, element) + _working_bytes(kinds, context, element, kernel)
+    each = _cache_bytes(kinds, context, element) + max(
+        (_working(kind, context, element, kernel)[0] for kind in kinds), default=0.0
+    )
     return max(int((limits.memory_bytes - weights) // each), 0) if each else None
 
 
