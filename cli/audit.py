@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from . import models, options, rendering
+from . import models, options, rendering, tracing
 from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 
 
@@ -15,27 +15,36 @@ from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 @click.option("--gpu", metavar="NAME", help='Plan for this GPU (h200, "RTX 4090", sm_90), here or not.')
 @click.option("--markdown", metavar="FILE", help="Rewrite the support table between FILE's markers (-: print it).")
 @click.option("--all", "every", is_flag=True, help="With MODEL: every generation and dtype instead of one GPU.")
-@click.option("--html", metavar="FILE", help="With --all: write the picture and the table as one page (-: print it).")
 @click.option("--svg", metavar="FILE", help="With --all: write the picture (-: print it).")
+@click.option(
+    "--html", metavar="FILE", help="With --all or --trace: write the report as one HTML file (--all -: print it)."
+)
+@tracing.options
 @options.strict
 @options.dtype("Only this dtype; with MODEL: the model's dtype.")
 @options.device
 @options.model_options
 @options.as_json
-@options.json_schema("auditing.AuditReport", "auditing.GridReport")
-def command(model, gpu, markdown, every, html, svg, strict, dtype, device, as_json, **load):
+@options.json_schema("auditing.AuditReport", "auditing.GridReport", "tracing.TraceReport", "profiles.ProfileReport")
+def command(model, gpu, markdown, every, html, svg, trace, profile, watch, strict, dtype, device, as_json, **load):
     """Show this machine's environment, what the kernels support on its GPU or on --gpu NAME, and, with MODEL (hub id
     or folder), what each attention module runs on now and would run on patched. Launches nothing, loads no weights.
+
+    With --trace: load MODEL, run it once, and show what computed each attention and why nothing faster did. With
+    --profile FILE: the same from a trace that torch's profiler wrote. --expect, --forbid and --max-declines exit with 3
+    where they do not hold.
     """
     from flashpatch import auditing, planning
 
     if markdown:
         _write_markdown(auditing, markdown)
         return
-    if every and (model is None or gpu or device):
+    if every and (model is None or gpu or device or trace or profile):
         raise click.UsageError("--all shows MODEL on every generation: it needs MODEL, and neither --gpu nor --device")
-    if (html or svg) and not every:
-        raise click.UsageError("--html and --svg draw what --all shows; add --all")
+    if svg and not every:
+        raise click.UsageError("--svg draws what --all shows; add --all")
+    if not every and (trace or profile or watch.given):
+        raise SystemExit(tracing.report(model, gpu, trace, profile, watch, strict, dtype, device, as_json, load))
     models.quiet()
     if every:
         raise SystemExit(_every(auditing, model, html, svg, strict, dtype, as_json, load))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from . import options, rendering
+from . import options, rendering, roofline
 from .rendering import HOLDS, MISMATCH, MISSING, USAGE, Fault
 
 
@@ -21,15 +21,20 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @click.command("bench")
 @click.option("--head-dims", default="64,128", show_default=True, callback=_numbers, help="Head dims to time.")
 @click.option("--seqlens", default="512,2048,8192", show_default=True, callback=_numbers, help="Sequence lengths.")
+@click.option("--odd", is_flag=True, help="Instead: one sequence with few key heads, and windows.")
 @click.option("--eager", is_flag=True, help="Time eager attention too, which holds the whole score matrix.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
 @options.dtype("float16 or bfloat16 (default).")
+@click.option("--features", is_flag=True, help="Time instead what each feature costs over the plain kernel.")
+@roofline.options
 @options.as_json
-@options.json_schema("benchmarking.BenchReport")
-def command(head_dims, seqlens, eager, rounds, dtype, as_json):
-    """Time flashpatch beside SDPA's backends, forward and backward: 16384 tokens, heads times head dim 2048.
+@options.json_schema("benchmarking.BenchReport", "feature_costs.CostReport", "roofline.RooflineReport")
+def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
+    """Time flashpatch beside SDPA's backends, and FlashAttention-3 where the wheel fa3-fwd is installed, forward and
+    backward: 16384 tokens, heads times head dim 2048.
 
-    TFLOP/s count the FlashAttention papers' way. The variants run in random order in every round.
+    TFLOP/s count the FlashAttention papers' way. The variants run in random order in every round. With --features every
+    kernel is timed with every feature it has, at four rows of 4096 tokens, per score that is visible.
     """
     import torch
 
@@ -39,8 +44,10 @@ def command(head_dims, seqlens, eager, rounds, dtype, as_json):
         raise Fault("bench needs an NVIDIA GPU, and torch sees none; `flashpatch audit` says more", MISSING)
     if dtype not in (None, "float16", "bfloat16"):
         raise Fault(f"--dtype {dtype}: bench times float16 and bfloat16, the dtypes kernels take", USAGE)
-    variants = ("flashpatch", *benchmarking.SDPA_BACKENDS, *(("eager",) if eager else ()))
-    shapes = benchmarking.standard_shapes(head_dims, seqlens)
+    if features:
+        _time_features(head_dims, rounds, getattr(torch, dtype or "bfloat16"), as_json)
+    variants = ("flashpatch", *benchmarking.peers(), *(("eager",) if eager else ()))
+    shapes = benchmarking.odd_shapes() if odd else benchmarking.standard_shapes(head_dims, seqlens)
     with rendering.progress("bench") as advance:
         report = benchmarking.bench(
             shapes, dtype=getattr(torch, dtype or "bfloat16"), variants=variants, rounds=rounds,
@@ -55,12 +62,38 @@ def command(head_dims, seqlens, eager, rounds, dtype, as_json):
     raise SystemExit(code)
 
 
+def _time_features(head_dims, rounds, dtype, as_json) -> None:
+    from flashpatch import feature_costs
+
+    with rendering.progress("bench") as advance:
+        report = feature_costs.measure(
+            head_dims=head_dims, rounds=rounds, dtype=dtype, advance=lambda done, total: advance(done, total, "")
+        )
+    failed = [cost for cost in report.costs if cost.kernel != feature_costs.PEER and cost.error]
+    code = MISMATCH if failed else HOLDS
+    if as_json:
+        rendering.emit_json(report, code)
+    else:
+        click.echo(f"{report.gpu}, {report.dtype}, {report.batch} x {report.seqlen} tokens, width {report.width}")
+        rows = [
+            [c.direction, c.head_dim, c.feature, c.kernel, *("-" if x is None else f"{x:.{d}f}" for x, d in figures)]
+            for c in report.costs
+            for figures in [((c.milliseconds, 3), (c.tflops, 0), (c.cost, 2))]
+        ]
+        rendering.table(["direction", "head dim", "feature", "kernel", "milliseconds", "TFLOP/s", "cost"], rows)
+        for cost in failed:
+            click.echo(f"{cost.kernel} with {cost.feature} did not run: {cost.error}")
+    raise SystemExit(code)
+
+
 def _print(report, variants) -> None:
-    click.echo(f"{report.gpu}, {report.dtype}: TFLOP/s (milliseconds)")
+    ceiling = f"a matrix product reaches {report.ceiling_tflops:.0f}"
+    click.echo(f"{report.gpu}, {report.dtype}: TFLOP/s (milliseconds); {ceiling}")
     rows: dict[tuple, dict[str, str]] = {}
     for timing in report.timings:
         shape = timing.shape
-        key = (timing.direction, shape.head_dim, "causal" if shape.causal else "full", shape.seqlen)
+        mask = f"window {shape.window}" if shape.window else "causal" if shape.causal else "full"
+        key = (timing.direction, shape.head_dim, mask, shape.seqlen)
         figure = "-" if timing.milliseconds is None else f"{timing.tflops:.0f} ({timing.milliseconds:.3f})"
         rows.setdefault(key, {})[timing.variant] = figure
     columns = ["direction", "head dim", "mask", "seqlen", *variants]

@@ -1,4 +1,4 @@
-// Before the backward: delta = rowsum(dout * out) - dlogsumexp, and dq_accum = 0.
+// Before the backward: delta = rowsum(dout * out) - dlogsumexp, dq_accum = 0, and key_hulls where there are key_ranges.
 // Assumes what the forward assumes. Stores delta for the rows of every sequence, and zeroes of dq_accum the blocks that hold any.
 // Grid: m_blocks * num_heads_q * batch, kNumWarps warps, kBlockM rows a CTA.
 #include "seqlen.cuh"
@@ -20,13 +20,38 @@ DEVICE float dot(U32x4 a, U32x4 b) {
   return sum;
 }
 
+// By one warp, for all heads.
+DEVICE void store_key_hull(const Params& p, const Sequence& s, int m_block) {
+  constexpr int kNever = 0x7fffffff;
+  int any_begin = kNever, any_end = 0, all_begin = 0, all_end = kNever;
+  for (int i = m_block * kBlockM + lane_index(); i < smaller((m_block + 1) * kBlockM, s.q_length); i += 32) {
+    const i32* range = p.key_ranges + (s.batch * p.key_ranges_stride_batch + i * p.key_ranges_stride_row);
+    const int begin = larger(ld_global(range), 0), end = smaller(ld_global(range + 1), s.k_length);
+    all_begin = larger(all_begin, begin);
+    all_end = smaller(all_end, end);
+    if (begin < end) any_begin = smaller(any_begin, begin), any_end = larger(any_end, end);
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes >>= 1) {
+    any_begin = smaller(any_begin, shfl_xor(any_begin, lanes));
+    any_end = larger(any_end, shfl_xor(any_end, lanes));
+    all_begin = larger(all_begin, shfl_xor(all_begin, lanes));
+    all_end = smaller(all_end, shfl_xor(all_end, lanes));
+  }
+  if (lane_index() == 0)
+    st_global((U32x4*)p.key_hulls + ((i64)s.batch * p.m_blocks + m_block),
+              U32x4{(u32)any_begin, (u32)any_end, (u32)all_begin, (u32)all_end});
+}
+
 KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
   const Position position = position_of(block_index(), p.m_blocks, p.num_heads_q);
   const Sequence sequence = sequence_of(p, position.batch);
   const int first = position.block * kBlockM;
   if (first >= sequence.q_length) return;
 
-  float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, position.head, position.block) * (kBlockM * kHeadDim);
+  if (p.key_hulls && position.head == 0 && warp_index() == 0) store_key_hull(p, sequence, position.block);
+
+  float* dq_accum = p.dq_accum + query_block_offset(p, sequence, position.head, position.block) * (kBlockM * kHeadDim);
   for (int i = thread_index() * 4; i < kBlockM * kHeadDim; i += kThreads * 4)
     st_global((F32x4*)(dq_accum + i), F32x4{0.f, 0.f, 0.f, 0.f});
 
@@ -39,8 +64,10 @@ KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
     const int i = first + row;
     const bool valid = i < sequence.q_length;
     float sum = 0.f;
-    if (valid && chunk * 8 < p.head_dim_v)
-      sum = dot(ld_global((const U32x4*)(out.from(i).first + chunk * 8)), ld_global((const U32x4*)(dout.from(i).first + chunk * 8)));
+#pragma unroll
+    for (int c = chunk; c < kChunks; c += kLanes)
+      if (valid && c * 8 < p.head_dim_v)
+        sum += dot(ld_global((const U32x4*)(out.from(i).first + c * 8)), ld_global((const U32x4*)(dout.from(i).first + c * 8)));
 #pragma unroll
     for (int lanes = kLanes / 2; lanes > 0; lanes >>= 1) sum += shfl_xor(sum, lanes);
     if (valid && chunk == 0) {

@@ -15,7 +15,7 @@ KERNEL(kThreads, 1) attention_backward_dq(GRID_CONSTANT Params p) {
   if (first >= sequence.q_length) return;
 
   const DqTile dq_smem = {shared_base()};
-  const float* accum = p.dq_accum + query_block_offset(p, position.batch, position.head, position.block) * (kBlockM * kHeadDim);
+  const float* accum = p.dq_accum + query_block_offset(p, sequence, position.head, position.block) * (kBlockM * kHeadDim);
   // One 16x8 fragment a warp and round
 #pragma unroll 4
   for (int fragment = warp_index(); fragment < kBlockM / 16 * kColumnFrags; fragment += kNumWarps) {

@@ -1,7 +1,7 @@
 // Before the Hopper backward: delta = rowsum(dout * out) - dlogsumexp, and every record of the workspace (workspace_sm90.cuh):
-// dq = 0, logsumexp in base 2, -delta; its turn counter = 0.
+// dq = 0, logsumexp in base 2, -delta.
 // Assumes unit last strides, 16-byte aligned rows. Also stores delta as it is where Params.delta is given (sinks need it).
-// Grid: m_blocks * num_heads_q * batch, kNumWarps warps, kBlockM rows a CTA.
+// Grid: m_blocks * num_heads_q * batch (see packed_sm90.cuh), kNumWarps warps, kBlockM rows a CTA.
 #include "workspace_sm90.cuh"
 
 constexpr int kSharedMemory = 0;
@@ -23,7 +23,7 @@ DEVICE float dot(U32x4 a, U32x4 b) {
 }
 
 KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
-  const Position position = position_of(block_index(), p.m_blocks, p.num_heads_q);
+  const Position position = query_block_of(p, block_index());
   const Sequence sequence = sequence_of(p, position.batch);
   const int first = position.block * kBlockM;
   if (first >= sequence.q_length) return;
@@ -47,7 +47,6 @@ KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
   float* dq = dq_sums(p, record);
 #pragma unroll
   for (int i = 0; i < kDqFloats / (4 * kThreads); ++i) st_global((F32x4*)dq + (i * kThreads + thread_index()), F32x4{0.f, 0.f, 0.f, 0.f});
-  if (p.dq_turns && thread_index() == 0) st_global(p.dq_turns + record, 0);
 
   const i64 statistics = statistics_offset(p, sequence, position.head);
 #pragma unroll

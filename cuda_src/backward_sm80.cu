@@ -1,12 +1,14 @@
 // Attention backward: dk and dv of one block of kBlockN keys per CTA, and its part of dq, added to dq_accum in fp32.
 // Assumes backward_delta has run, unit last strides, 16-byte aligned rows, head_dim and head_dim_v multiples of 8.
-// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to dq_accum and dbias.
+// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to dq_accum and dbias_accum.
 // Grid: n_blocks * num_heads_kv * batch. A CTA goes through the query heads of its group and their query blocks, so dk and dv
 // need no atomics. The scores are computed transposed, S^T = K Q^T: a warp owns 16 kKeyFrags keys, and its P^T and dS^T are
 // A fragments of dV = P^T dO and dK = dS^T Q as they are. Only dS^T goes through shared memory, for dQ = dS K.
 // Where dK and dV of 16 keys do not fit a warp's registers (kSplit = 2), two warps share the keys: each computes half of the
 // queries' columns of S^T, P^T goes through shared memory too, and each keeps half of the columns of dK and dV.
-#include "scores.cuh"
+#include "bias.cuh"
+#include "mask.cuh"
+#include "mask_tiles.cuh"
 
 using KTile = Tile<kBlockN, kHeadDim>;
 using VTile = Tile<kBlockN, kHeadDimV>;
@@ -14,9 +16,8 @@ using QTile = Tile<kBlockM, kHeadDim>;
 using DoutTile = Tile<kBlockM, kHeadDimV>;
 using ScoreTile = Tile<kBlockN, kBlockM>;  // dS^T, P^T
 
-constexpr int kSplit = kNumWarps * 16 > kBlockN ? kNumWarps * 16 / kBlockN : 1;
-constexpr int kKeyFrags = kBlockN * kSplit / (kNumWarps * 16);  // of 16 keys, per warp
-constexpr int kQueryFrags = kBlockM / 8 / kSplit;               // of 8 queries, per warp
+constexpr int kSplit = KeysDown::kSplit;
+constexpr int kKeyFrags = KeysDown::kM, kQueryFrags = KeysDown::kN;  // of 16 keys, of 8 queries, per warp
 constexpr int kDkFrags = kHeadDim / 8 / kSplit, kDvFrags = kHeadDimV / 8 / kSplit;
 static_assert(kBlockN % 16 == 0 && kKeyFrags * kNumWarps * 16 == kBlockN * kSplit && kKeyFrags >= 1, "warps share out the keys evenly");
 static_assert(kQueryFrags % 2 == 0 && kQueryFrags <= 16 && kDkFrags % 2 == 0 && kDvFrags % 2 == 0, "fragments come in pairs");
@@ -39,13 +40,19 @@ constexpr int kDqWarpsM = dq_fits(kBlockM / 32) ? kBlockM / 32 : dq_fits(kBlockM
 constexpr int kDqWarpsN = kNumWarps / kDqWarpsM;
 constexpr int kDqRowFrags = kBlockM / 16 / kDqWarpsM, kDqColumnFrags = kHeadDim / 8 / kDqWarpsN;
 static_assert(dq_fits(kDqWarpsM), "warps share out dQ evenly");
+// Pairs of column fragments, so many at a time that their sums fit 64 registers beside dK and dV.
+constexpr int kDqPairs = kDqColumnFrags / 2;
+constexpr int dq_passes(int passes) {
+  return kDqPairs % passes == 0 && kDqRowFrags * kDqPairs / passes * 8 <= 64 ? passes : dq_passes(passes + 1);
+}
+constexpr int kDqPasses = dq_passes(1), kPassPairs = kDqPairs / kDqPasses;
 
-// Shared memory: K | V (later dK | dV) | Q stages | dO stages | dS^T | P^T (kSplit 2) | statistics of the query block
+// Shared memory: K | V (later dK | dV) | Q stages | dO stages | dS^T | P^T (kSplit 2) | bias | statistics of the query block
 constexpr int kVOffset = KTile::kBytes, kQOffset = kVOffset + VTile::kBytes;
 constexpr int kDoutOffset = kQOffset + kNumStages * QTile::kBytes;
 constexpr int kDsOffset = kDoutOffset + kNumStages * DoutTile::kBytes;
 constexpr int kPOffset = kDsOffset + ScoreTile::kBytes;
-constexpr int kLogsumexpOffset = kPOffset + (kSplit > 1 ? ScoreTile::kBytes : 0);
+constexpr int kBiasOffset = kPOffset + (kSplit > 1 ? ScoreTile::kBytes : 0), kLogsumexpOffset = kBiasOffset + kBiasTileBytes;
 constexpr int kDeltaOffset = kLogsumexpOffset + kBlockM * 4, kRangesOffset = kDeltaOffset + kBlockM * 4;
 constexpr int kSharedMemory = kRangesOffset + (kHasKeyRanges ? kBlockM * 8 : 0);
 static_assert(kBlockM <= kThreads, "one thread a row of statistics");
@@ -107,7 +114,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   // Deterministic: key blocks add to a query block in rising order, each when the ones before it are through. No deadlock:
   // a CTA waits only for CTAs of lower index, which started earlier and never wait for it.
   const auto turn_of = [&](QueryBlock b) {
-    return p.dq_turns + query_block_offset(p, position.batch, position.head * group + b.head, b.m_block);
+    return p.dq_turns + query_block_offset(p, sequence, position.head * group + b.head, b.m_block);
   };
   const auto await_turn = [&](QueryBlock b) {
     if (thread_index() == 0)
@@ -118,32 +125,30 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   };
 
   // The first query block from b on that sees anything here. `masked`: whether some row of it does not see every key.
-  MaskBits<kKeyFrags> mask_bits, next_mask_bits;
-  bool next_masked = false;
+  TileBits<KeysDown> mask_bits, next_mask_bits;
+  MaskTiles<KeysDown> mask_tiles;
+  int mask_head = -1;  // whose tiles they are
+  bool next_masked = false, next_bounded = false;  // bounded: not by the boolean mask alone
   const auto find_block = [&](QueryBlock b) {
     for (; b.head < group; ++b.m_block) {
       if (b.m_block >= m_blocks.end) b.m_block = m_blocks.begin, ++b.head;
       if (b.head == group || m_blocks.begin >= m_blocks.end) { b.head = group; break; }
       const int first = b.m_block * kBlockM, last = smaller(first + kBlockM, sequence.q_length) - 1;
       bool visible = true;
+      const Span top = window_of(sequence, first), bottom = window_of(sequence, last);
+      next_masked = bottom.begin > first_key || top.end < first_key + kBlockN;
       if constexpr (kHasKeyRanges) {
-        bool sees = false, misses = false;
-        if (const int i = first + thread_index(); thread_index() < kBlockM && i <= last) {
-          const Span keys = keys_of(p, sequence, i);
-          sees = larger(keys.begin, first_key) < smaller(keys.end, first_key + kBlockN);
-          misses = keys.begin > first_key || keys.end < first_key + kBlockN;
-        }
-        visible = sync_block_or(sees);
-        next_masked = sync_block_or(misses);
-      } else {
-        const Span top = keys_of(p, sequence, first), bottom = keys_of(p, sequence, last);
-        next_masked = bottom.begin > first_key || top.end < first_key + kBlockN;
+        const U32x4 hull = ld_global((const U32x4*)p.key_hulls + ((i64)position.batch * p.m_blocks + b.m_block));
+        const Span any = {(int)hull.x, (int)hull.y}, all = {(int)hull.z, (int)hull.w};
+        visible = larger(any.begin, first_key) < smaller(any.end, first_key + kBlockN);
+        next_masked = next_masked || all.begin > first_key || all.end < first_key + kBlockN;
       }
       if constexpr (kHasMask) {
-        next_masked = true;
-        const u8* mask = mask_of(p, sequence, position.head * group + b.head);
-        const bool any = load_mask_transposed<kQueryFrags>(next_mask_bits, p, sequence, mask, first + query_lane, j_first);
-        visible = sync_block_or(any && visible);
+        if (mask_head != b.head) mask_tiles.open(p, position.batch, position.head * group + (mask_head = b.head), n_block);
+        mask_tiles.look(p, b.m_block);
+        visible = visible && mask_tiles.sees(b.m_block);
+        next_bounded = next_masked;
+        next_masked = next_bounded || mask_tiles.hides(b.m_block);
       }
       if (visible) break;
       if constexpr (kDeterministic) {
@@ -152,6 +157,38 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       }
     }
     return b;
+  };
+
+  const auto fetch_mask = [&](QueryBlock b) {
+    if (mask_tiles.hides(b.m_block)) mask_tiles.load(next_mask_bits, p, b.m_block);
+    else next_mask_bits.fill(~0u);
+  };
+  // What a row does not see by window, lengths and key_ranges is taken out of the mask.
+  const auto hide_unseen = [&](TileBits<KeysDown>& bits, QueryBlock b) {
+#pragma unroll
+    for (int n = 0; n < kQueryFrags; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = query_lane + n * 8 + e, i = b.m_block * kBlockM + column;
+        Span keys = {0, kNever};
+        if constexpr (kHasKeyRanges) {
+          const U32x2 range = ld_shared<U32x2>(smem + kRangesOffset + column * 8);
+          keys = {(int)range.x, (int)range.y};
+        }
+#pragma unroll
+        for (int m = 0; m < kKeyFrags; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int j = j_first + m * 16 + half * 8;
+            if (!(kHasKeyRanges ? keys.holds(j) : queries_of(sequence, j).holds(i))) bits.hide(m, half, n, e);
+          }
+      }
+  };
+  // The whole tile at once, as soon as all have read the one before.
+  const BiasTile bias_smem = {smem + kBiasOffset};
+  const auto load_next_bias = [&](QueryBlock b) {
+    const Bias bias = bias_of(p, sequence, position.head * group + b.head);
+    load_bias<kBlockM, kThreads>(bias_smem, bias, sequence, b.m_block * kBlockM, first_key, 0, thread_index());
   };
 
   float dk_frag[kKeyFrags][kDkFrags][4], dv_frag[kKeyFrags][kDvFrags][4];  // [keys of the warp, head_dim / kSplit]
@@ -165,7 +202,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     load_tile(k_smem, k_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim);
     load_tile(v_smem, v_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim_v);
     load_queries(block, 0);
+    if constexpr (kHasBias) load_next_bias(block);
     cp_async_commit();
+    if constexpr (kHasMask) fetch_mask(block);
     fetch_statistics(block);
     put_statistics();
   }
@@ -186,9 +225,13 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     }
     first_round = false;
     const bool masked = next_masked;
-    mask_bits = next_mask_bits;
+    if constexpr (kHasMask) {
+      mask_bits = next_mask_bits;
+      if (next_bounded) hide_unseen(mask_bits, block);
+    }
     const QueryBlock next = find_block({block.head, block.m_block + 1});
     if (next.head < group) {
+      if constexpr (kHasMask) fetch_mask(next);
       if constexpr (kNumStages == 2) load_queries(next, stage ^ 1);
       fetch_statistics(next);
     }
@@ -212,6 +255,10 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         multiply_transposed<kHeadDimV / 16>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
                                             right_first(dout_smem(stage), query_warp + part * 8, 0));
 
+        float* dbias = nullptr;
+        if (kHasBias && p.dbias_accum) dbias = bias_gradient_tile(p, position.batch, head, n_block, block.m_block);
+        BiasColumns<kKeyFrags> bias;
+
         // P = exp2(S - logsumexp), dS = P (dP - delta)
         u32 kept[kKeyFrags][2];
         if constexpr (kHasDropout) kept_transposed<kKeyFrags, kPartFrags>(kept, dropout, i_first, j_first);
@@ -220,9 +267,13 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
           const F32x2 logsumexp = ld_shared<F32x2>(smem + kLogsumexpOffset + (column + n * 8) * 4);
           const F32x2 delta = ld_shared<F32x2>(smem + kDeltaOffset + (column + n * 8) * 4);
           U32x4 ranges = {};
-          if constexpr (mask.kOn && kHasKeyRanges) ranges = ld_shared<U32x4>(smem + kRangesOffset + (column + n * 8) * 8);
+          if constexpr (mask.kOn && kHasKeyRanges && !kHasMask) ranges = ld_shared<U32x4>(smem + kRangesOffset + (column + n * 8) * 8);
+          if constexpr (kHasBias) {
+            if (n % 2 == 0) bias.load(bias_smem, query_warp + (part + n) * 8, key_warp);
+          }
 #pragma unroll
-          for (int m = 0; m < kKeyFrags; ++m)
+          for (int m = 0; m < kKeyFrags; ++m) {
+            float dbias_frag[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               const int half = e >> 1, i = i_first + n * 8 + (e & 1), j = j_first + m * 16 + half * 8;
@@ -231,25 +282,30 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               float derivative = 1.f;
               float score = s * scores.scale_log2;
               if constexpr (kTransformsScores)
-                score = score_log2(sequence, scores, s, bias_at(p, sequence, scores, i, j), i, j, derivative);
+                score = score_log2(sequence, scores, s, kHasBias ? bias.value(m, n & 1, e) : 0.f, i, j, derivative);
               bool keep = true;
               if constexpr (kHasDropout) keep = kept[m][half] >> (2 * n + (e & 1)) & 1;
               s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
               if constexpr (kHasDropout) dp = keep ? dp * dropout.keep : 0.f;
               dp = s * (dp - (e & 1 ? delta.y : delta.x));
               if constexpr (mask.kOn) {
-                bool visible = queries_of(sequence, j).holds(i);
-                if constexpr (kHasKeyRanges)
-                  visible = visible && (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
-                if constexpr (kHasMask) visible = visible && (mask_bits.row[m][half] >> (2 * (part + n) + (e & 1)) & 1);
+                bool visible;
+                if constexpr (kHasMask) visible = mask_bits.at(m, half, part + n, e & 1);
+                else if constexpr (kHasKeyRanges)  // they are cut to window and lengths
+                  visible = (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
+                else visible = queries_of(sequence, j).holds(i);
                 if (non_finite >> (2 * m + half) & 1) s = not_a_number(), dp = not_a_number();
                 s = visible ? s : 0.f;
                 dp = visible ? dp : 0.f;
               }
-              if constexpr (kHasBias) add_bias_gradient(p, sequence, head, i, j, dp);
+              dbias_frag[e] = dp;
               dp *= derivative;
               if constexpr (kHasDropout) s = keep ? s : 0.f;
             }
+            if constexpr (kHasBias) {
+              if (dbias) add_fragment(dbias + (m * kQueryFrags + part + n) * 128, dbias_frag);
+            }
+          }
         }
         u32 p_packed[kKeyFrags][kPartFrags][2], ds_packed[kKeyFrags][kPartFrags][2];
         pack_accumulators(p_packed, s_frag);
@@ -272,6 +328,10 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
 
     if constexpr (kSplit > 1) {
       sync_block();  // P^T and dS^T are complete
+      if constexpr (kHasBias) {
+        if (next.head < group) load_next_bias(next);
+        cp_async_commit();
+      }
       const Window16<ScoreTile> p_rows = down_first(p_smem, key_warp, 0), ds_rows = down_first(ds_smem, key_warp, 0);
       multiply<kBlockM / 16, kSplit>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
                                      down_first(dout_smem(stage), 0, warp_d * 2));
@@ -281,6 +341,10 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     if constexpr (kDeterministic) await_turn(block);
     sync_block();  // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
 
+    if constexpr (kHasBias && kSplit == 1) {
+      if (next.head < group) load_next_bias(next);
+      cp_async_commit();
+    }
     if (next.head < group) {
       if constexpr (kNumStages == 1) load_queries(next, 0), cp_async_commit();
       put_statistics();
@@ -288,21 +352,24 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
 
     // dQ += dS K
     const int dq_m = warp_index() / kDqWarpsN * kDqRowFrags, dq_n = warp_index() % kDqWarpsN;
-    float dq_frag[kDqRowFrags][kDqColumnFrags][4];
-    clear(dq_frag);
     const Window16<ScoreTile> ds_columns = right_first(ds_smem, 0, 0);
-    multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) {
+    float* dq_accum = p.dq_accum + query_block_offset(p, sequence, head, block.m_block) * (kBlockM * kHeadDim);
+#pragma unroll 1
+    for (int pair = 0; pair < kDqPairs; pair += kPassPairs) {
+      float dq_frag[kDqRowFrags][kPassPairs * 2][4];
+      clear(dq_frag);
+      multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) {
 #pragma unroll
-      for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(a_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
-    }, down_first(k_smem, 0, dq_n * 2));
-    float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, head, block.m_block) * (kBlockM * kHeadDim);
+        for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(a_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
+      }, down_first(k_smem, 0, (pair * kDqWarpsN + dq_n) * 2));
 #pragma unroll
-    for (int m = 0; m < kDqRowFrags; ++m)
+      for (int m = 0; m < kDqRowFrags; ++m)
 #pragma unroll
-      for (int n = 0; n < kDqColumnFrags; ++n) {
-        const int column = ((n >> 1) * kDqWarpsN + dq_n) * 2 + (n & 1);
-        add_fragment(dq_accum + ((dq_m + m) * (kHeadDim / 8) + column) * 128, dq_frag[m][n]);
-      }
+        for (int n = 0; n < kPassPairs * 2; ++n) {
+          const int column = ((pair + (n >> 1)) * kDqWarpsN + dq_n) * 2 + (n & 1);
+          add_fragment(dq_accum + ((dq_m + m) * (kHeadDim / 8) + column) * 128, dq_frag[m][n]);
+        }
+    }
 
     if constexpr (kNumStages == 2) stage ^= 1;
     before = block;

@@ -2,7 +2,7 @@
 // Assumes attention_backward_prepare_sm90 has run, unit last strides, 16-byte aligned rows, softmax_scale > 0; q, k, v and dout are
 // tensor maps with boxes of 64 columns and kBlockM (q, dout) or kBlockN (k, v) rows, see origin_of in backward_sm90.cuh.
 // Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to the workspace's dq.
-// Grid: n_blocks * num_heads_kv * batch, kNumWarps = 12.
+// Grid: n_blocks * num_heads_kv * batch (see packed_sm90.cuh), kNumWarps = 12.
 //
 // Warpgroup 0 issues the loads. Warpgroups 1 and 2 own 64 keys each and go through the query blocks j of all query heads of their group:
 //   S^T = K Q^T, dP^T = V dO^T, P^T = exp2(S^T - logsumexp), dV += P^T dO, dS^T = P^T (dP^T - delta), dK += dS^T Q
@@ -17,33 +17,52 @@
 constexpr int kWarpDqBytes = kWarpDqFloats * 4;
 // Beside what both backwards have: dS^T stages | dQ of each warp.
 constexpr int kDsOffset = kOwnOffset, kDqOffset = kDsOffset + 2 * ScoreTile::kBytes;
-constexpr int kStepDone = kOwnBarriers;
+constexpr int kStepDone = kOwnBarriers, kDqFull = kStepDone + 8, kDqEmpty = kDqFull + 16;
 constexpr int kSharedMemory = kDqOffset + kConsumerWarps * kWarpDqBytes;
 // 128 queries a step leave no registers for P^T in fp32 between dV and dS.
 constexpr bool kKeepsP = kBlockM == 64;
 static_assert(kBlockN == 128 && kNumWarps == 12, "64 keys to each of two warpgroups");
 static_assert(kBlockM == 64 || kBlockM == 128 && kHeadDim == 64 && !kHasSoftcap, "accumulators in 240 registers");
 
+// Deterministic, one thread: adds the dQ that the consumers stage, step by step, each in its turn. A thread of its own, so that only
+// it waits for other CTAs.
+DEVICE void add_in_turns(const Params& p, const Sequence& s, SharedMemory smem, Walk walk, int n_block) {
+  for (int step = 0; walk.left > 0; walk.next(), ++step) {
+    const int warpgroup = (step & 1) ^ 1;                              // which computes it
+    mbarrier_wait(smem.barrier(kDqFull, warpgroup), step >> 1 & 1);    // read after write: dQ is staged
+    await_turn(p, walk.record, turns_before(s, n_block, walk.m_block));
+    bulk_reduce_add_f32(dq_sums(p, walk.record), smem.base + kDqOffset + warpgroup * 4 * kWarpDqBytes, 4 * kWarpDqBytes);
+    bulk_commit();
+    bulk_wait<0>();                                                    // the sums are in memory, the next key block may add
+    pass_turn(p, walk.record);
+    mbarrier_arrive(smem.barrier(kDqEmpty, warpgroup));
+  }
+}
+
 KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Params& p = params.common;
-  const Position position = key_block_of(p, block_index());
+  const SharedMemory smem = {shared_base()};
+  const u32 index = smem.start(p, [&] {
+    mbarrier_init(smem.barrier(kStepDone), kConsumerWarps);
+    if constexpr (kDeterministic) {
+      for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+        mbarrier_init(smem.barrier(kDqFull, warpgroup), 4);
+        mbarrier_init(smem.barrier(kDqEmpty, warpgroup), 1);
+      }
+    }
+  });
+  const Position position = key_block_of(p, index);
   const Sequence sequence = sequence_of(p, position.batch);
   const int n_block = position.block, first_key = n_block * kBlockN;
   if (first_key >= sequence.k_rows) return;
-
-  const SharedMemory smem = {shared_base()};
-  if (thread_index() == 0) {
-    smem.init_barriers();
-    mbarrier_init(smem.barrier(kStepDone), kConsumerWarps);
-    fence_mbarrier_init();  // TMA arrives at initialised barriers
-  }
-  sync_block();  // nobody waits at a barrier that is not initialised
 
   const int warpgroup = uniform(thread_index() / 128) - 1;
   Walk walk(p, sequence, position.head, n_block);
   if (warpgroup < 0) {
     setmaxnreg_dec<kProducerRegisters>();
     if (thread_index() == 0) produce(params, sequence, smem, walk, position.head, first_key);
+    if constexpr (kDeterministic)
+      if (thread_index() == 32) add_in_turns(p, sequence, smem, walk, n_block);
     return;
   }
 
@@ -83,43 +102,34 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
 
   // dQ is staged by one step's end and added after the next step's fence, which the copy engine needs.
   constexpr u32 kNone = ~0u;
-  u32 previous = kNone, staged = kNone, added = kNone;            // records
-  int previous_m = 0, staged_turn = 0;
-  const auto finish_add = [&] {                                   // lane 0
-    if constexpr (kDeterministic) {
-      bulk_wait<0>();                                             // the sums are in memory, the next key block may add
-      if (added != kNone) pass_turn(p, added);
-      added = kNone;
-    } else {
-      bulk_wait_read<0>();                                        // write after read: the copy engine has read dq_smem
-    }
-  };
+  u32 previous = kNone, staged = kNone;                           // records
   const auto add_staged = [&] {
     fence_proxy_async();                                          // dS_j for wgmma, the staged dQ for the copy engine
     sync_warp();
-    if (lane == 0) {
-      if constexpr (kDeterministic) finish_add();
-      if (staged != kNone) {
-        if constexpr (kDeterministic) await_turn(p, staged, 4 * staged_turn);
+    if (lane == 0 && staged != kNone) {
+      if constexpr (kDeterministic) {
+        mbarrier_arrive(smem.barrier(kDqFull, warpgroup));
+      } else {
         bulk_reduce_add_f32(dq_sums(p, staged) + warp * kWarpDqFloats, dq_smem, kWarpDqBytes);
         bulk_commit();
-        added = staged;
       }
     }
     staged = kNone;
   };
-  // dQ_{j-1} = dS_{j-1} K, one step late: by then the other warpgroup's half of dS_{j-1} has long been there.
-  const auto compute_dq = [&](int stage, bool signal) {
+  // dQ = dS K of a step, one step late: by then the other warpgroup's half of its dS has long been there.
+  const auto compute_dq = [&](int dq_step, bool signal) {
     float dq_frag[kDqTiles][kHeadDim / 2];                        // [kBlockM, kHeadDim]
     wgmma_fence();
 #pragma unroll
     for (int tile = 0; tile < kDqTiles; ++tile)
-      issue_transposed_multiply<kHeadDim, ScoreTile, KeyTile>(dq_frag[tile], at_stage(ds_at(stage), tile, ScoreTile::kSlabBytes), k_all);
+      issue_transposed_multiply<kHeadDim, ScoreTile, KeyTile>(dq_frag[tile], at_stage(ds_at(dq_step & 1), tile, ScoreTile::kSlabBytes), k_all);
     wgmma_wait<0>();
 #pragma unroll
     for (int tile = 0; tile < kDqTiles; ++tile) pin(dq_frag[tile]);
     if (signal) arrive(smem.barrier(kStepDone));
-    if (lane == 0) finish_add();
+    // Write after read: the copy engine has read the dQ that lies there.
+    if constexpr (kDeterministic) mbarrier_wait(smem.barrier(kDqEmpty, warpgroup), (dq_step >> 1 & 1) ^ 1);
+    else if (lane == 0) bulk_wait_read<0>();
     sync_warp();
 #pragma unroll
     for (int tile = 0; tile < kDqTiles; ++tile)
@@ -130,7 +140,6 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
                   F32x4{part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]});
       }
     staged = previous;
-    if constexpr (kDeterministic) staged_turn = turns_before(sequence, n_block, previous_m);
   };
 
   // S_j is under way, its logsumexp loaded; nothing is left in flight.
@@ -172,11 +181,10 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     wgmma_wait<0>();
     arrive(smem.barrier(kDoutEmpty, stage));
     arrive(smem.barrier(kQEmpty, stage));
-    if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(stage ^ 1, true);
+    if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(step - 2, true);
     else arrive(smem.barrier(kStepDone));
     if constexpr (!kLast) issue_scores();
     previous = walk.record;
-    if constexpr (kDeterministic) previous_m = walk.m_block;
   };
 
   if (walk.left > 0) {
@@ -194,7 +202,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     add_staged();
     if ((step & 1) == warpgroup) {
       mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);          // read after write: the other warpgroup's half of the last dS
-      compute_dq((step - 1) & 1, false);
+      compute_dq(step - 1, false);
       add_staged();
     }
   }
@@ -203,9 +211,9 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   pin(dv_frag);
   // Where the CTA stands is computed again: that costs less than holding it in registers through the main loop (uniform() keeps the
   // compiler from finding out).
-  const Position here = key_block_of(p, uniform(block_index()));
+  const Position here = key_block_of(p, uniform(smem.index()));
   const Sequence keys = sequence_of(p, here.batch);
   store_gradient(dv_frag, 1.f, dv_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
   store_gradient(dk_frag, p.softmax_scale, dk_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
-  if (lane == 0) finish_add();                                    // shared memory outlives the last add
+  if (!kDeterministic && lane == 0) bulk_wait_read<0>();          // shared memory outlives the last add
 }

@@ -1,4 +1,7 @@
 // What both Hopper backwards share: shared memory and the loads into it, the walk over query blocks, masks, probabilities, turns.
+//
+// A masked key that holds NaN or Inf inside a tile some row sees: its P is 0, but 0 * NaN in dP or dS K reaches dq of rows that do not
+// see it. Keys from k_length on never enter shared memory. The portable backward takes such keys out.
 #pragma once
 #include "scores.cuh"
 #include "tile_sm90.cuh"
@@ -12,10 +15,11 @@ using KeyTile = SlabTile<kBlockN, kHeadDim>;    // K, V
 using QueryTile = SlabTile<kBlockM, kHeadDim>;  // Q, dO
 using ScoreTile = SlabTile<kBlockN, kBlockM>;   // dS^T
 
-// Shared memory: K | V | Q stages | dO stages | logsumexp stages | -delta stages | barriers | what the kernel has beside these.
+// Shared memory: K | V | Q stages | dO stages | logsumexp stages | -delta stages | barriers, ticket | what the kernel has beside these.
 constexpr int kVOffset = KeyTile::kBytes, kQOffset = kVOffset + KeyTile::kBytes, kDoutOffset = kQOffset + 2 * QueryTile::kBytes;
 constexpr int kStatisticsBytes = kBlockM * 4, kLogsumexpOffset = kDoutOffset + 2 * QueryTile::kBytes;
 constexpr int kDeltaOffset = kLogsumexpOffset + 2 * kStatisticsBytes, kBarrierOffset = kDeltaOffset + 2 * kStatisticsBytes;
+constexpr int kTicketOffset = kBarrierOffset + 512;
 constexpr int kOwnOffset = kBarrierOffset + 1024;  // a multiple of 1024 again
 // Barriers, in bytes; those with stages have two.
 constexpr int kKFull = 0, kVFull = 8, kQFull = 16, kQEmpty = 32, kDoutFull = 48, kDoutEmpty = 64, kOwnBarriers = 80;
@@ -34,7 +38,21 @@ struct SharedMemory {
   DEVICE u32 logsumexp(int stage) const { return base + kLogsumexpOffset + stage * kStatisticsBytes; }
   DEVICE u32 negative_delta(int stage) const { return base + kDeltaOffset + stage * kStatisticsBytes; }
   DEVICE u32 barrier(int which, int stage = 0) const { return base + kBarrierOffset + which + stage * 8; }
-  // By one thread; the caller makes it visible.
+  // What every CTA does first: barriers, the kernel's own with them, and its place in the order of key blocks.
+  template <class Init> DEVICE u32 start(const Params& p, const Init& init_own_barriers) const {
+    if (thread_index() == 0) {
+      init_barriers();
+      init_own_barriers();
+      fence_mbarrier_init();  // TMA arrives at initialised barriers
+      if constexpr (kDeterministic) st_shared(base + kTicketOffset, atomic_add_global((u32*)p.dq_turns, 1));
+    }
+    sync_block();  // nobody waits at a barrier that is not initialised
+    return index();
+  }
+  // Deterministic: first come, first served, see turns_before.
+  DEVICE u32 index() const { return kDeterministic ? ld_shared<u32>(base + kTicketOffset) : block_index(); }
+
+ private:
   DEVICE void init_barriers() const {
     mbarrier_init(barrier(kKFull), 1);
     mbarrier_init(barrier(kVFull), 1);
@@ -52,12 +70,12 @@ struct SharedMemory {
 // Key blocks in an order in which the CTAs that run at the same time share q, dout and dq in L2. Windows: the first key block first,
 // which causally is the longest. Deterministic: the last one first, which causally is the first to reach its diagonal, so nobody
 // waits; without a window the key blocks of a head run a few steps behind each other, so few of a head should run at a time.
-DEVICE Position key_block_of(const Params& p, u32 index) {
+DEVICE Position place_of(const Params& p, u32 index) {
   if constexpr (!kHasWindow && !kDeterministic) return position_of(index, p.n_blocks, p.num_heads_kv);
   constexpr i64 kL2Bytes = 32 << 20;            // of Hopper's 50 MB
   constexpr u32 kHeadsInLockstep = 33;          // a quarter of 132 SMs: four CTAs still share what one of them loads
   const i64 head_bytes = (i64)larger(p.seqlen_q, 1) * (kHeadDim * (2 + 2 + 4)) * (p.num_heads_q / p.num_heads_kv);
-  const u32 rows = (u32)p.batch * p.num_heads_kv;
+  const u32 rows = (u32)(p.cu_seqlens_k ? 1 : p.batch) * p.num_heads_kv;
   const u32 fitting = kHasWindow ? larger((int)(kL2Bytes / head_bytes), 1) : kHeadsInLockstep;
   const u32 section_rows = fitting < rows ? fitting : rows;
   const u32 section = index / (section_rows * p.n_blocks), within = index % (section_rows * p.n_blocks);
@@ -65,6 +83,11 @@ DEVICE Position key_block_of(const Params& p, u32 index) {
   const u32 row = section * section_rows + within % here;
   const int block = (int)(within / here);
   return {kDeterministic ? p.n_blocks - 1 - block : block, (int)(row % p.num_heads_kv), (int)(row / p.num_heads_kv)};
+}
+
+DEVICE Position key_block_of(const Params& p, u32 index) {
+  const Position at = place_of(p, index);
+  return p.cu_seqlens_k ? in_sequence(at, p.cu_seqlens_k, kBlockN, p.batch) : at;
 }
 
 // Steps of a CTA: the query blocks that see its keys, query head after query head of the group.
@@ -265,7 +288,12 @@ template <int kCount> DEVICE void store_gradient(float (&acc)[kCount], float sca
 }
 
 // ---- deterministic dq: key blocks add to a query block in falling order ----
-// No deadlock: a CTA waits only for key blocks of its head that come before it in the grid, which started earlier and never wait for it.
+// Params.dq_turns: a word that deals out key blocks, then one counter a record, of what has been added to it; all zeroed.
+//
+// Nobody waits for ever. A CTA waits only for key blocks of its own head that come before its own in key_block_of's order. It took its
+// place in that order when it started, so the CTAs it waits for have started before, and a CTA that runs keeps its multiprocessor.
+// All CTAs of a head add in the same order of steps and never wait for anything between two adds but their own loads and products.
+// So of the unfinished CTAs the first waits for nobody and finishes, then the next, whatever order the hardware started blocks in.
 
 // Key blocks that add to query block m before block n does. By the rule of query_blocks_of those are all between n and the last
 // one whose first key some row of m sees.
@@ -275,6 +303,6 @@ DEVICE int turns_before(const Sequence& s, int n_block, int m_block) {
   return last - n_block;
 }
 DEVICE void await_turn(const Params& p, u32 record, int turn) {
-  while (ld_acquire_global(p.dq_turns + record) < turn) {}
+  while (ld_acquire_global(p.dq_turns + 1 + record) < turn) {}
 }
-DEVICE void pass_turn(const Params& p, u32 record) { red_release_add_global(p.dq_turns + record, 1); }
+DEVICE void pass_turn(const Params& p, u32 record) { red_release_add_global(p.dq_turns + 1 + record, 1); }

@@ -2,7 +2,7 @@
 // Assumes attention_backward_prepare_sm90 has run, unit last strides, 16-byte aligned rows, softmax_scale > 0; q, k, v and dout are
 // tensor maps with boxes of 64 columns and 64 rows, see origin_of in backward_sm90.cuh.
 // Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to the workspace's dq.
-// Grid: n_blocks * num_heads_kv * batch, kNumWarps = 12.
+// Grid: n_blocks * num_heads_kv * batch (see packed_sm90.cuh), kNumWarps = 12.
 //
 // dK and dV of 64 keys are all the accumulators two warpgroups can hold, so the products are dealt out: per query block j
 //   warpgroup 1   S^T = K Q^T     P^T = exp2(S^T - logsumexp)     dV += P^T dO
@@ -24,23 +24,19 @@ static_assert(kBlockM == 64 && kBlockN == 64 && kNumWarps == 12, "one tile of 64
 
 KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Params& p = params.common;
-  const Position position = key_block_of(p, block_index());
-  const Sequence sequence = sequence_of(p, position.batch);
-  const int n_block = position.block, first_key = n_block * kBlockN;
-  if (first_key >= sequence.k_rows) return;
-
   const SharedMemory smem = {shared_base()};
-  if (thread_index() == 0) {
-    smem.init_barriers();
+  const u32 index = smem.start(p, [&] {
     mbarrier_init(smem.barrier(kPFull), 4);
     mbarrier_init(smem.barrier(kPEmpty), 4);
     for (int stage = 0; stage < 2; ++stage) {
       mbarrier_init(smem.barrier(kDsFull, stage), 4);
       mbarrier_init(smem.barrier(kDsEmpty, stage), 4 * kAddersPerBlock);
     }
-    fence_mbarrier_init();  // TMA arrives at initialised barriers
-  }
-  sync_block();  // nobody waits at a barrier that is not initialised
+  });
+  const Position position = key_block_of(p, index);
+  const Sequence sequence = sequence_of(p, position.batch);
+  const int n_block = position.block, first_key = n_block * kBlockN;
+  if (first_key >= sequence.k_rows) return;
 
   const int warpgroup = uniform(thread_index() / 128) - 1;
   Walk walk(p, sequence, position.head, n_block);

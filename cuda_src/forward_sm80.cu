@@ -1,32 +1,39 @@
 // Attention forward: out = softmax(scores of q k^T) v and logsumexp, one block of kBlockM query rows per CTA.
 // Assumes unit last strides, 16-byte aligned rows, head_dim and head_dim_v multiples of 8, softmax_scale > 0.
 // Stores out [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
-// Grid: m_blocks * num_heads_q * batch; kNumWarps warps, each owning kBlockM / kNumWarps rows.
-#include "scores.cuh"
+// Grid: kVParts * m_blocks * num_heads_q * batch; kNumWarps warps, each owning kBlockM / kNumWarps rows.
+// Where all columns of V do not fit a warp's registers, kVParts CTAs share a query block: each computes its scores, and its own
+// columns of out.
+#include "bias.cuh"
+#include "mask.cuh"
+#include "mask_tiles.cuh"
 
 using QTile = Tile<kBlockM, kHeadDim>;
 using KTile = Tile<kBlockN, kHeadDim>;
-using VTile = Tile<kBlockN, kHeadDimV>;
-using OutTile = Tile<kBlockM, kHeadDimV>;
+constexpr int kVParts = kHeadDimV > 256 ? 2 : 1, kPartV = kHeadDimV / kVParts;
+using VTile = Tile<kBlockN, kPartV>;
+using OutTile = Tile<kBlockM, kPartV>;
 
 constexpr int kRowsPerWarp = kBlockM / kNumWarps;
-constexpr int kMFrags = kRowsPerWarp / 16, kNFrags = kBlockN / 8, kOutFrags = kHeadDimV / 8;
+constexpr int kMFrags = QueriesDown::kM, kNFrags = QueriesDown::kN, kOutFrags = kPartV / 8;
 static_assert(kRowsPerWarp % 16 == 0 && kBlockN % 16 == 0 && (kNumStages == 1 || kNumStages == 2), "tile shape");
 
-// Shared memory: Q | K stages | V stages, later out over all of it | scratch of mask.cuh
+// Shared memory: Q | K stages | V stages | bias, later out over all of it | scratch of mask.cuh
 constexpr int kKOffset = QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
-constexpr int kTilesEnd = kVOffset + kNumStages * VTile::kBytes;
+constexpr int kBiasOffset = kVOffset + kNumStages * VTile::kBytes, kTilesEnd = kBiasOffset + kBiasTileBytes;
 constexpr int kScratchOffset = kTilesEnd > OutTile::kBytes ? kTilesEnd : OutTile::kBytes;
 constexpr int kSharedMemory = kScratchOffset + kBlockKeysBytes;
 
 // Q stays in registers where S, O and Q leave room beside the addresses; else it is read from shared memory every time.
-constexpr int kAccumulators = kMFrags * (kBlockN + kHeadDimV) / 2;
+constexpr int kAccumulators = kMFrags * (kBlockN + kPartV) / 2;
 constexpr bool kQInRegisters = kAccumulators + kMFrags * kHeadDim / 4 <= 168;
 constexpr int kQSteps = kQInRegisters ? kHeadDim / 16 : 1;
 
 KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
-  const Position position = kHasWindow ? longest_first<kL2Bytes>(p, block_index()) : position_of(block_index(), p.m_blocks, p.num_heads_q);
+  const u32 index = block_index() / kVParts;
+  const int first_v = (int)(block_index() % kVParts) * kPartV;
+  const Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, p.batch * p.num_heads_q) : position_of(index, p.m_blocks, p.num_heads_q);
   const int m_block = position.block, head = position.head;
   const Sequence sequence = sequence_of(p, position.batch);
   if (m_block * kBlockM >= sequence.q_length) return;
@@ -37,7 +44,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const int n_first = keys.any.begin / kBlockN, n_last = ceil_div(keys.any.end, kBlockN) - 1;
 
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
-  const Rows<const u16> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head);
+  const Rows<const u16> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head).columns_from(first_v);
   const int q_rows = sequence.q_length - m_block * kBlockM;
 
   const auto k_smem = [&](int stage) { return KTile{smem + kKOffset + stage * KTile::kBytes}; };
@@ -49,38 +56,65 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   };
   const auto load_v = [&](int n, int stage) {
     const int first = n * kBlockN;
-    load_tile(v_smem(stage), v_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim_v);
+    load_tile(v_smem(stage), v_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim_v - first_v);
   };
 
   // This thread's first element of a C fragment
   const int warp_row = warp_index() * kRowsPerWarp;
-  const int i_first = m_block * kBlockM + warp_row + (lane_index() >> 2), j_lane = (lane_index() & 3) * 2;
+  const int i_first = m_block * kBlockM + QueriesDown::row(), j_lane = QueriesDown::column();
 
   const Scores scores = scores_of(p, sequence, head);
   const Dropout dropout = dropout_of(p, position.batch, head);
   const float scale_log2 = kTransformsScores ? 1.f : scores.scale_log2;
 
-  // The next key block to visit, downwards from n; a tile the boolean mask hides entirely is skipped.
-  MaskBits<kMFrags> mask_bits, next_mask_bits;
-  const auto find_block = [&](int n) {
-    if constexpr (kHasMask) {
-      const u8* mask = mask_of(p, sequence, head);
-      while (n >= n_first && !sync_block_or(load_mask<kNFrags>(next_mask_bits, p, sequence, mask, i_first, n * kBlockN + j_lane))) --n;
-    }
-    return n;
+  // Bias of this warp's rows; one tile, filled again as soon as the warp has read it.
+  const Bias bias = bias_of(p, sequence, head);
+  const BiasTile bias_smem = {smem + kBiasOffset};
+  const auto load_next_bias = [&](int n) {
+    load_bias<kRowsPerWarp, 32>(bias_smem, bias, sequence, m_block * kBlockM, n * kBlockN, warp_row, lane_index());
   };
 
-  float out_frag[kMFrags][kOutFrags][4];  // [rows of the warp, kHeadDimV]
-  OnlineSoftmax<kMFrags> softmax;
-  clear(out_frag);
+  // The next key block to visit, downwards from n; a tile the boolean mask hides entirely is skipped.
+  MaskTiles<QueriesDown> mask_tiles;
+  if constexpr (kHasMask) mask_tiles.open(p, position.batch, head, m_block);
+  const auto find_block = [&](int n) {
+    if constexpr (kHasMask)
+      for (; n >= n_first; --n) {
+        mask_tiles.look(p, n);
+        if (mask_tiles.sees(n)) break;
+      }
+    return n;
+  };
+  bool hidden = false, next_hidden = false;  // whether the mask hides some of a tile
+  TileBits<QueriesDown> mask_bits, next_mask_bits;
+  const auto fetch_mask = [&](int n) {
+    if constexpr (kHasMask) {
+      next_hidden = mask_tiles.hides(n);
+      if (next_hidden) mask_tiles.load(next_mask_bits, p, n);
+    }
+  };
 
-  int n = find_block(n_last);
-  if (n >= n_first) {
-    load_tile(q_smem, q_of(p, sequence, head).from(m_block * kBlockM), 0, q_rows, p.head_dim);
-    load_k(n, 0);
-    if constexpr (kNumStages == 2) load_v(n, 0);
-    cp_async_commit();
-  }
+  float out_frag[kMFrags][kOutFrags][4];  // [rows of the warp, kPartV]
+  OnlineSoftmax<kMFrags> softmax;
+  // NaN and Inf in V behind a mask are taken out only when they have shown in out: then the block is computed once more, with care.
+  bool careful = false, first = true;
+  int n = 0, stage = 0;
+  const auto begin = [&] {
+    clear(out_frag);
+    softmax = {};
+    first = true;
+    stage = 0;
+    n = find_block(n_last);
+    if (n >= n_first) {
+      load_tile(q_smem, q_of(p, sequence, head).from(m_block * kBlockM), 0, q_rows, p.head_dim);
+      load_k(n, 0);
+      if constexpr (kNumStages == 2) load_v(n, 0);
+      if constexpr (kHasBias) load_next_bias(n);
+      cp_async_commit();
+      fetch_mask(n);
+    }
+  };
+  begin();
 
   const Window16<QTile> q_window = down_first(q_smem, warp_row, 0);
   u32 q_frag[kQSteps][kMFrags][4];
@@ -96,8 +130,6 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     }
   };
 
-  int stage = 0;
-  bool first = true;
   while (n >= n_first) {
     cp_async_wait<0>();
     sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
@@ -110,7 +142,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       }
     }
     first = false;
-    mask_bits = next_mask_bits;
+    if constexpr (kHasMask) hidden = next_hidden, mask_bits = next_mask_bits;
     const int n_next = find_block(n - 1);
     if constexpr (kNumStages == 2) {
       if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
@@ -118,6 +150,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       load_v(n, 0);
     }
     cp_async_commit();
+    if (n_next >= n_first) fetch_mask(n_next);
 
     // S = Q K^T
     float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
@@ -131,12 +164,24 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       cp_async_commit();
     }
 
-    if constexpr (kTransformsScores) transform(s_frag, p, sequence, scores, i_first, n * kBlockN + j_lane);
-    if (kHasMask || keys.needs_mask(n)) {
+    if constexpr (kTransformsScores)
+      transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
+        return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
+      });
+    if constexpr (kHasBias) {
+      sync_warp();  // all lanes have read the warp's rows of the bias
+      if (n_next >= n_first) load_next_bias(n_next);
+      cp_async_commit();
+    }
+    const bool bounded = keys.needs_mask(n);
+    if (bounded || hidden) {
       u32 non_finite = 0;
-      if constexpr (kHasBounds || kHasMask) 
-        non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
-      apply_mask(s_frag, p, sequence, mask_bits, non_finite, i_first, n * kBlockN + j_lane);
+      if constexpr (kHasBounds || kHasMask) {
+        if (careful) non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
+        if (!bounded && non_finite != 0) blot_out(s_frag, non_finite);
+      }
+      if (bounded) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+      if (hidden) apply_mask_bits(s_frag, mask_bits);
     }
 
     // P = exp2(S - row_max), O rescaled
@@ -148,6 +193,9 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
                            down_first(v_smem(stage), 0, 0));
     if constexpr (kNumStages == 2) stage ^= 1;
     n = n_next;
+    if constexpr (kHasBounds || kHasMask) {
+      if (n < n_first && !careful && sync_block_or(any_non_finite(out_frag))) careful = true, begin();
+    }
   }
 
   float sink_log2 = negative_infinity();
@@ -161,12 +209,12 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = i_first + m * 16 + half * 8;
-      if (p.logsumexp && j_lane == 0 && i < sequence.q_length) st_global(logsumexp_ptr + i, logsumexp[m][half]);
+      if (p.logsumexp && first_v == 0 && j_lane == 0 && i < sequence.q_length) st_global(logsumexp_ptr + i, logsumexp[m][half]);
     }
 
   const OutTile out_smem = {smem};
   sync_block();  // out overwrites Q, K and V: nobody reads them any more
   store_accumulators(out_smem, warp_row, 0, out_frag);
   sync_block();  // all of out is in shared memory
-  store_tile(out_smem, out_of(p, sequence, head).from(m_block * kBlockM), q_rows, p.head_dim_v);
+  store_tile(out_smem, out_of(p, sequence, head).columns_from(first_v).from(m_block * kBlockM), q_rows, p.head_dim_v - first_v);
 }

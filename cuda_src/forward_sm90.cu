@@ -10,6 +10,7 @@
 // Assumes what the tensor maps of params_sm90.cuh ask for, 16-byte aligned rows of out, softmax_scale > 0. Stores out
 // [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
 // Grid: at most one CTA per multiprocessor, at most one per tile.
+#include "packed_sm90.cuh"
 #include "recompute_sm90.cuh"
 #include "scores.cuh"
 #include "softmax_sm90.cuh"
@@ -90,12 +91,14 @@ DEVICE Span uniform(Span span) { return {uniform(span.begin), uniform(span.end)}
 
 DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const Params& p = params.common;
-  const u32 tiles = (u32)p.m_blocks * p.num_heads_q * p.batch;
+  const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
+  const u32 tiles = (u32)p.m_blocks * rows;
   u32 index = block_index();
   while (index < tiles) {
     const u32 next = atomic_add_global(params.tile_counters, 1) + grid_size();  // arrives while this tile loads
     constexpr i64 kL2Bytes = 32 << 20;  // of 50 MB: head dim 128 causal at 8192 reads 667 TFLOP/s, with 16 MB 644
-    const Position position = kHasWindow ? longest_first<kL2Bytes>(p, index) : position_of(index, p.m_blocks, p.num_heads_q);
+    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows) : position_of(index, p.m_blocks, p.num_heads_q);
+    if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
     const Sequence s = sequence_of(p, position.batch);
     const int first_row = position.block * kBlockM;
     index = next;
@@ -333,9 +336,11 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
         if (kHasWindow && needs_mask(n)) step(n, Switch<true>{});
         else step(n, Switch<false>{});
       }
+      release(rings.q);  // the next tile's Q is loaded under the last product and the store
       finish();
+    } else {
+      release(rings.q);
     }
-    release(rings.q);
     for (; n >= blocks.begin; --n) skip();
     store(p, ld_shared<Work>(slot), consumer, o_frag, softmax);
     release(rings.work);

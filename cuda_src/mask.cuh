@@ -22,13 +22,19 @@ struct Span {
   DEVICE bool holds(int i) const { return i >= begin && i < end; }
 };
 
-// Keys row i sees, the boolean mask aside.
-DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
+// Keys row i sees by window and lengths.
+DEVICE Span window_of(const Sequence& s, int i) {
   Span keys = {0, s.k_length};
   if constexpr (kHasWindow) {
     if (s.window_left >= 0) keys.begin = larger(keys.begin, i + s.diagonal - s.window_left);
     if (s.window_right >= 0) keys.end = smaller(keys.end, i + s.diagonal + s.window_right + 1);
   }
+  return keys;
+}
+
+// Keys row i sees, the boolean mask aside.
+DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
+  Span keys = window_of(s, i);
   if constexpr (kHasKeyRanges) {
     const i32* range = p.key_ranges + (s.batch * p.key_ranges_stride_batch + i * p.key_ranges_stride_row);
     keys.begin = larger(keys.begin, ld_global(range));
@@ -112,72 +118,13 @@ DEVICE Span queries_of(const Sequence& s, int j) {
   return rows;
 }
 
-// ---- boolean mask ----
+// The bits of a boolean mask beside C fragments, where there is none.
+template <int kM> struct MaskBits {};
 
-// A thread's part of a tile of the mask: bit 2 n + e of [m][half] is the element that a C fragment (m, n) has at
-// row half and column e.
-template <int kM> struct MaskBits {
-  u32 row[kM][2];
-};
-
-DEVICE const u8* mask_of(const Params& p, const Sequence& s, int head) {
-  return p.mask + (s.batch * p.mask_stride_batch + head * p.mask_stride_head);
-}
-DEVICE bool mask_at(const Params& p, const Sequence& s, const u8* mask, int i, int j) {
-  return i < s.q_length && j < s.k_length && ld_global(mask + (i * p.mask_stride_row + j * p.mask_stride_column)) != 0;
-}
-
-// Elements (i, j) and (i, j + 1) as two bits; one load where the two bytes lie in one 16-bit word.
-DEVICE u32 mask_pair(const Params& p, const Sequence& s, const u8* mask, int i, int j) {
-  const u8* first = mask + (i * p.mask_stride_row + j * p.mask_stride_column);
-  if (i < s.q_length && j + 1 < s.k_length && p.mask_stride_column == 1 && ((u64)first & 1) == 0) {
-    const u32 pair = ld_global((const u16*)first);
-    return (pair & 1) | (pair >> 8 & 1) << 1;
-  }
-  return (u32)mask_at(p, s, mask, i, j) | (u32)mask_at(p, s, mask, i, j + 1) << 1;
-}
-
-// Over C fragments of [16 kM queries x 8 kN keys]; (i, j) is this thread's first element. True if any bit is set.
-template <int kN, int kM>
-DEVICE bool load_mask(MaskBits<kM>& bits, const Params& p, const Sequence& s, const u8* mask, int i, int j) {
-  static_assert(kN <= 16, "two keys of every n-fragment in 32 bits");
-  u32 any = 0;
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 row_bits = 0;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) row_bits |= mask_pair(p, s, mask, i + m * 16 + half * 8, j + n * 8) << (2 * n);
-      bits.row[m][half] = row_bits;
-      any |= row_bits;
-    }
-  return any != 0;
-}
-// Over C fragments of [16 kM keys x 8 kN queries].
-template <int kN, int kM>
-DEVICE bool load_mask_transposed(MaskBits<kM>& bits, const Params& p, const Sequence& s, const u8* mask, int i, int j) {
-  static_assert(kN <= 16, "two queries of every n-fragment in 32 bits");
-  u32 any = 0;
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 row_bits = 0;
-#pragma unroll
-      for (int e = 0; e < 2 * kN; ++e)
-        row_bits |= (u32)mask_at(p, s, mask, i + (e >> 1) * 8 + (e & 1), j + m * 16 + half * 8) << e;
-      bits.row[m][half] = row_bits;
-      any |= row_bits;
-    }
-  return any != 0;
-}
-
-// Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see -> -inf. `bits` is read where there is a boolean mask.
+// Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see by window, lengths and key_ranges -> -inf.
 // `non_finite` marks keys whose V was taken out of the product: they turn the rows that see them into NaN.
 template <int kM, int kN>
-DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, const MaskBits<kM>& bits, u32 non_finite,
-                       int i, int j) {
+DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, MaskBits<kM>, u32 non_finite, int i, int j) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -188,8 +135,7 @@ DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequen
       for (int n = 0; n < kN; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          bool visible = columns.holds(n * 8 + e);
-          if constexpr (kHasMask) visible = visible && (bits.row[m][half] >> (2 * n + e) & 1);
+          const bool visible = columns.holds(n * 8 + e);
           float& score = s_frag[m][n][half * 2 + e];
           if constexpr (kHasBounds || kHasMask) {
             if (non_finite >> (2 * n + e) & 1) score = not_a_number();
@@ -207,6 +153,29 @@ DEVICE bool non_finite(u32 pair) {
   return (~pair & kExponent) == 0 || (~pair & kExponent << 16) == 0;
 }
 DEVICE bool non_finite(U32x4 chunk) { return non_finite(chunk.x) || non_finite(chunk.y) || non_finite(chunk.z) || non_finite(chunk.w); }
+
+DEVICE bool non_finite(float x) { return !(x - x == 0.f); }
+template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][4]) {
+  bool found = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) found |= non_finite(acc[m][n][e]);
+  return found;
+}
+
+// Scores of keys whose V was taken out of the product -> NaN.
+template <int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (keys >> (2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
+}
 
 // Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns bit c where something of row
 // row_of(c) was zeroed. All threads of the block; in the usual case one pass and one barrier.

@@ -24,17 +24,22 @@ struct Params {
   const float* dlogsumexp;    // gradient of logsumexp in the layout of logsumexp, or null
   float* delta;               // rowsum(dout * out) - dlogsumexp, in the layout of logsumexp
   float* dq_accum;            // fp32 dq before scaling and rounding: [batch, num_heads_q, seqlen_q rounded up to kBlockM, kHeadDim]
-  i32* dq_turns;              // deterministic: next key block allowed to add, per (batch, head, query block); zeroed
+  i32* dq_turns;              // deterministic: next key block allowed to add, per (batch, head, query block); zeroed (Hopper: see backward_sm90.cuh)
   const i32* cu_seqlens_q;    // [batch + 1] or null
   const i32* cu_seqlens_k;    // [batch + 1] or null
   const i32* seqused_k;       // [batch] keys in use, or null; causal and window align to it
   const i32* key_ranges;      // [batch, seqlen_q, 2]: row i sees keys begin <= j < end; any batch and row stride, also 0
   const u8* mask;             // [batch, num_heads_q, seqlen_q, seqlen_k] boolean (1 = attend), any strides, also 0
-  const void* bias;           // as mask, in the dtype of q (added after scale and softcap)
-  float* dbias;               // fp32, as bias, zeroed
+  const void* bias;           // as mask, in the dtype of q or fp32 (added after scale and softcap)
+  void* dbias;                // gradient of bias, contiguous; or null: see bias.cuh
   const float* alibi_slopes;  // [num_heads_q] or [batch, num_heads_q] (batch stride 0 or num_heads_q)
   const float* sinks;         // [num_heads_q] logits that join the softmax denominator only
   const u64* rng_state;       // {seed, offset} of Philox, read on the device
+  u32* mask_bits;             // the mask packed tile by tile, see mask_tiles.cuh
+  u8* mask_flags;             // what each of those tiles holds
+  float* dbias_accum;         // fp32 gradient of bias in fragment order, zeroed, see bias.cuh
+  i32* key_hulls;             // backward with key_ranges: [batch, m_blocks, 4], first key and end of what some row of a block of
+                              // kBlockM queries sees, then of what all of them see
   i64 q_stride_batch, q_stride_row, q_stride_head;
   i64 k_stride_batch, k_stride_row, k_stride_head;
   i64 v_stride_batch, v_stride_row, v_stride_head;
@@ -52,7 +57,7 @@ struct Params {
   i32 seqlen_q, seqlen_k;     // varlen: max_seqlen_q, max_seqlen_k
   i32 head_dim, head_dim_v;   // as the caller has them; the kernel pads to kHeadDim, kHeadDimV in shared memory
   i32 window_left, window_right;  // inclusive, relative to the bottom-right aligned diagonal; -1 unlimited
-  i32 m_blocks, n_blocks;     // ceil(seqlen_q / kBlockM), ceil(seqlen_k / kBlockN)
+  i32 m_blocks, n_blocks;     // ceil(seqlen_q / kBlockM), ceil(seqlen_k / kBlockN); varlen on Hopper: packed_sm90.cuh
   float softmax_scale;        // from the true head dim
   float softcap;              // 0: off
   float dropout_p;            // 0: off

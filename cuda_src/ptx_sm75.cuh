@@ -9,6 +9,7 @@
 #define attention_forward_sm80 attention_forward_sm75
 #define attention_backward_sm80 attention_backward_sm75
 #define attention_backward_dq attention_backward_dq_sm75
+#define attention_backward_bias attention_backward_bias_sm75
 
 // ---- tensor cores: d[16x8] += a[16x8] b[8x8], fp16 in, fp32 accumulators ----
 DEVICE void mma_m16n8k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {

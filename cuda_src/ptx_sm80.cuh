@@ -108,6 +108,7 @@ DEVICE u32 shfl_xor(u32 value, int mask) { return __shfl_xor_sync(~0u, value, ma
 DEVICE i32 shfl_xor(i32 value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE bool vote_any(bool predicate) { return __any_sync(~0u, predicate); }
 DEVICE bool vote_all(bool predicate) { return __all_sync(~0u, predicate); }
+DEVICE u32 ballot(bool predicate) { return __ballot_sync(~0u, predicate); }  // bit l: lane l's
 DEVICE bool sync_block_or(bool predicate) { return __syncthreads_or(predicate); }
 
 // ---- arithmetic ----

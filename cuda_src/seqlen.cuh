@@ -51,6 +51,7 @@ template <class T> struct Rows {
   T* first;
   i64 stride;
   DEVICE Rows from(int row) const { return {first + row * stride, stride}; }
+  DEVICE Rows columns_from(int column) const { return {first + column, stride}; }
 };
 
 template <class T>
@@ -85,9 +86,12 @@ DEVICE Rows<u16> dv_of(const Params& p, const Sequence& s, int head) {
 DEVICE i64 statistics_offset(const Params& p, const Sequence& s, int head) {
   return p.cu_seqlens_q ? head * p.total_q + s.q_start : ((i64)s.batch * p.num_heads_q + head) * p.seqlen_q;
 }
-// Block m of (batch, head) among all query blocks: turns, and dq_accum in units of kBlockM * kHeadDim floats.
-DEVICE i64 query_block_offset(const Params& p, int batch, int head, int m_block) {
-  return ((i64)batch * p.num_heads_q + head) * p.m_blocks + m_block;
+// Block m of a sequence and head among all query blocks: turns, and dq_accum in units of kBlockM * kHeadDim floats.
+// batch * m_blocks query blocks; varlen: total_q / kBlockM + batch, so that short sequences beside a long one take no more than
+// their rows, rounded up.
+DEVICE i64 query_block_offset(const Params& p, const Sequence& s, int head, int m_block) {
+  const i64 first = p.cu_seqlens_q ? s.q_start / kBlockM + s.batch : (i64)s.batch * p.m_blocks;
+  return (first + m_block) * p.num_heads_q + head;
 }
 
 struct Position {
@@ -101,11 +105,11 @@ DEVICE Position position_of(u32 index, int blocks, int heads) {
 }
 
 // Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in
-// kL2Bytes of L2.
-template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index) {
+// kL2Bytes of L2. `rows`: of m_blocks each; batch * num_heads_q, or fewer where the blocks of all sequences are in one.
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows) {
   const i64 head_bytes = (i64)larger(p.seqlen_k, 1) * (kHeadDim + kHeadDimV) * 2;
   const i64 fitting = kL2Bytes / head_bytes;
-  const u32 rows = (u32)p.batch * p.num_heads_q, group = p.num_heads_q / p.num_heads_kv;
+  const u32 group = p.num_heads_q / p.num_heads_kv;
   const u32 wanted = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : (u32)fitting) * group;
   const u32 section_rows = wanted < rows ? wanted : rows;
   const u32 section = index / (section_rows * p.m_blocks), within = index % (section_rows * p.m_blocks);

@@ -5,11 +5,9 @@
 //                               [kHeadDim / 8][32 lanes][4], so that a warp adds one run of bytes
 //   kBlockM floats              logsumexp * log2(e), +inf for rows that are none or see nothing: exp2(s - inf) = 0
 //   kBlockM floats              -delta, 0 for rows that are none
-// Params.dq_turns has one counter a record: warps that have added to it (deterministic).
-// Records: [query blocks][num_heads_q] with batch * m_blocks query blocks; varlen: total_q / kBlockM + batch, sequence by sequence,
-// so that short sequences beside a long one take no more than their rows, rounded up.
+// Records: [query blocks][num_heads_q] with batch * m_blocks query blocks, or those of packed_sm90.cuh.
 #pragma once
-#include "seqlen.cuh"
+#include "packed_sm90.cuh"
 #include "tile.cuh"
 #include "tile_sm90.cuh"
 
@@ -20,7 +18,7 @@ constexpr int kWarpDqFloats = kDqFloats / 4;
 
 // First query block of a sequence among all.
 DEVICE u32 first_query_block(const Params& p, const Sequence& s) {
-  return p.cu_seqlens_q ? (u32)(s.q_start / kBlockM) + s.batch : (u32)s.batch * p.m_blocks;
+  return p.cu_seqlens_q ? (u32)first_block_of(p.cu_seqlens_q, kBlockM, s.batch) : (u32)s.batch * p.m_blocks;
 }
 DEVICE u32 record_of(const Params& p, u32 query_block, int head) { return query_block * p.num_heads_q + head; }
 DEVICE float* dq_sums(const Params& p, u32 record) { return p.dq_accum + (i64)record * kRecordFloats; }

@@ -26,6 +26,8 @@ _PUBLIC = {
     "verify": "verification",
     "audit": "auditing",
     "cost": "costing",
+    "trace": "tracing",
+    "bench": "benchmarking",
     "DeclinedError": "problem",
 }
 

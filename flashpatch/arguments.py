@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 
 import torch
 
@@ -11,15 +12,28 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(
-    q, k, v, *, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, cu_seqlens_q,
+    q, k, v, *, causal, softmax_scale, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, cu_seqlens_q,
     cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline,
 ) -> list[str]:  # fmt: skip
     """Everything wrong with one call's arguments, each with its value and what is allowed; empty when nothing is."""
     problems: list[str] = []
-    _check_scalars(problems, window_size, softcap, dropout_p, on_decline)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, on_decline)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is not None and (not isinstance(length, _INTEGERS) or isinstance(length, bool)):
+            problems.append(f"{name} is {_value(length)}; an int is needed")
+    for name, tensor in (
+        ("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask), ("key_ranges", key_ranges),
+        ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k),
+    ):  # fmt: skip
+        if tensor is None and name not in "qkv":
+            continue
         if not isinstance(tensor, torch.Tensor):
             problems.append(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
+        elif tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+            hint = "; sequences of different lengths go end to end with cu_seqlens" if tensor.is_nested else ""
+            problems.append(f"{name} is a {kind} tensor; a dense (strided) one is needed{hint}")
     if problems:
         return problems
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -36,7 +50,8 @@ def check(
         return problems
     _check_shapes(problems, q, k, v, varlen)
     if not problems:
-        _check_extras(problems, q, k, bias, mask, key_ranges, alibi_slopes, sinks, varlen)
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+        _check_extras(problems, q, k, batch, bias, mask, key_ranges, alibi_slopes, sinks, varlen)
         _check_lengths(problems, q, k, varlen, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     return problems
 
@@ -45,15 +60,37 @@ def _shape(tensor: torch.Tensor) -> str:
     return "[" + ", ".join(map(str, tensor.shape)) + "]"
 
 
-def _check_scalars(problems: list[str], window_size, softcap, dropout_p, on_decline) -> None:
-    if not 0.0 <= dropout_p < 1.0:
-        problems.append(f"dropout_p is {dropout_p}; it must be in [0, 1)")
-    if not 0.0 <= softcap < math.inf:
-        problems.append(f"softcap is {softcap}; it must be finite and positive, or 0 for none")
-    if len(window_size) != 2 or min(window_size) < -1:
-        problems.append(f"window_size is {window_size}; two numbers of keys (left, right) are needed, -1 for unlimited")
+def _value(value) -> str:
+    return repr(value) if isinstance(value, (str, int, float, tuple, list)) or value is None else type(value).__name__
+
+
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
+_INTEGERS = (numbers.Integral, torch.SymInt)
+
+
+def _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, on_decline) -> None:
+    if not isinstance(causal, (bool, torch.SymBool)) and causal not in (0, 1):
+        problems.append(f"causal is {_value(causal)}; True or False is needed")
+    if softmax_scale is not None and not (isinstance(softmax_scale, _NUMBERS) and math.isfinite(softmax_scale)):
+        problems.append(f"softmax_scale is {_value(softmax_scale)}; it must be finite, or None for head_dim ** -0.5")
+    if not (isinstance(dropout_p, _NUMBERS) and 0.0 <= dropout_p < 1.0):
+        problems.append(f"dropout_p is {_value(dropout_p)}; it must be in [0, 1)")
+    if not (isinstance(softcap, _NUMBERS) and 0.0 <= softcap < math.inf):
+        problems.append(f"softcap is {_value(softcap)}; it must be finite and positive, or 0 for none: a number")
+    if not _is_window(window_size):
+        problems.append(
+            f"window_size is {_value(window_size)}; two numbers of keys (left, right) are needed, -1 for unlimited"
+        )
     if on_decline not in ("error", "fallback"):
         problems.append(f'on_decline is {on_decline!r}; it must be "error" or "fallback"')
+
+
+def _is_window(window_size) -> bool:
+    return (
+        isinstance(window_size, (tuple, list))
+        and len(window_size) == 2
+        and all(isinstance(reach, _INTEGERS) and reach >= -1 for reach in window_size)
+    )
 
 
 def _check_shapes(problems: list[str], q, k, v, varlen: bool) -> None:
@@ -70,7 +107,9 @@ def _check_shapes(problems: list[str], q, k, v, varlen: bool) -> None:
         problems.append("head_dim is 0; at least 1 is needed")
 
 
-def _check_extras(problems: list[str], q, k, bias, mask, key_ranges, alibi_slopes, sinks, varlen: bool) -> None:
+def _check_extras(
+    problems: list[str], q, k, batch: int, bias, mask, key_ranges, alibi_slopes, sinks, varlen: bool
+) -> None:
     heads = q.shape[-2]
     if varlen:
         for name, tensor in (("bias", bias), ("mask", mask), ("key_ranges", key_ranges)):
@@ -100,8 +139,20 @@ def _check_extras(problems: list[str], q, k, bias, mask, key_ranges, alibi_slope
         problems.append(f"bias has dtype {bias.dtype}; a floating-point one is needed, a boolean one goes to mask")
     if sinks is not None and tuple(sinks.shape) != (heads,):
         problems.append(f"sinks has shape {_shape(sinks)}; [num_heads_q] = [{heads}] is needed")
-    if alibi_slopes is not None and alibi_slopes.shape[-1:] != (heads,):
-        problems.append(f"alibi_slopes has shape {_shape(alibi_slopes)}; [{heads}] or [batch, {heads}] is needed")
+    for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if tensor is not None and not tensor.is_floating_point():
+            problems.append(f"{name} has dtype {tensor.dtype}; a floating-point one is needed")
+    if alibi_slopes is not None:
+        allowed = ((heads,), (batch, heads))
+        if tuple(alibi_slopes.shape) not in allowed:
+            problems.append(
+                f"alibi_slopes has shape {_shape(alibi_slopes)}; [{heads}] or [batch, {heads}] = [{batch}, {heads}] is needed"
+            )
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            problems.append(
+                "alibi_slopes requires a gradient, which nothing here gives it; pass alibi_slopes.detach(), "
+                "or what it adds to the scores as bias, which gets one"
+            )
     for name, tensor in (("bias", bias), ("mask", mask), ("key_ranges", key_ranges), ("alibi_slopes", alibi_slopes),
                          ("sinks", sinks)):  # fmt: skip
         if tensor is not None and tensor.device != q.device:
@@ -142,12 +193,15 @@ def _check_lengths(
                 _check_offsets(problems, name, tensor, (q if name.endswith("q") else k).shape[0], longest)
         elif batch is not None and tensor.shape[0] != batch:
             problems.append(f"seqused_k has {tensor.shape[0]} entries for a batch of {batch}")
+        elif tensor.device.type == "cpu" and not torch.compiler.is_compiling() and any(n < 0 for n in tensor.tolist()):
+            problems.append(f"seqused_k is {tensor.tolist()[:8]}; numbers of keys are needed, 0 or more")
 
 
 def _check_offsets(problems: list[str], name: str, offsets: torch.Tensor, total: int, longest: int | None) -> None:
     """What can be seen without waiting for a GPU; kernels clamp the rest."""
     values = offsets.tolist()
     if values and (values[0] != 0 or values != sorted(values) or values[-1] > total):
-        problems.append(f"{name} is {values[:8]}...; it must start at 0, never decrease and end at most at {total}")
+        shown = str(values[:8])[:-1] + (", ...]" if len(values) > 8 else "]")
+        problems.append(f"{name} is {shown}; it must start at 0, never decrease and end at most at {total}")
     elif longest is not None and (found := max((b - a for a, b in itertools.pairwise(values)), default=0)) > longest:
         problems.append(f"max_seqlen_{name[-1]} is {longest}, but {name} has a sequence of {found}")

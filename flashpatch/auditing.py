@@ -44,7 +44,8 @@ def support_of(device: Device, dtype: str | None = None) -> list[Support]:
             for feature in matrix.features:
                 for head_dim in matrix.head_dims:
                     features = frozenset() if feature == "plain" else frozenset([feature])
-                    decision = planning.resolve(Problem(direction, name, head_dim, head_dim, features), device)
+                    head_dim_v = min(head_dim, matrix.head_dims_v[-1])
+                    decision = planning.resolve(Problem(direction, name, head_dim, head_dim_v, features), device)
                     if isinstance(decision, Plan):
                         outcome = (decision.status, decision.config.kernel, decision.note)
                     else:

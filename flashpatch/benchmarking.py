@@ -1,11 +1,14 @@
-"""How fast attention runs here: flashpatch beside eager and SDPA's backends, by CUDA events, in one process.
+"""How fast attention runs here: flashpatch beside eager, SDPA's backends and FlashAttention-3 where its wheel
+(`fa3-fwd`, forward only) is installed, by CUDA events, in one process, and beside the fastest matrix product.
 
 Counting follows the FlashAttention papers: forward 4 * batch * heads * seqlen_q * seqlen_k * head_dim FLOPs, half
-when causal, backward 2.5 times that; batch * seqlen = 16384 and heads * head_dim = 2048 by default.
+when causal, backward 2.5 times that; batch * seqlen = 16384 and heads * head_dim = 2048 by default. A window counts the
+keys it shows.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import statistics
 import time
@@ -23,7 +26,14 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-VARIANTS = ("flashpatch", *SDPA_BACKENDS, "eager")
+VARIANTS = ("flashpatch", *SDPA_BACKENDS, "fa3", "eager")
+# The side of the square matrices whose product in the inputs' dtype is the ceiling.
+CEILING_SIZE = 8192
+
+
+def peers() -> tuple[str, ...]:
+    """What flashpatch can be timed beside here."""
+    return (*SDPA_BACKENDS, *(("fa3",) if importlib.util.find_spec("fa3_fwd_interface") else ()))
 
 
 @dataclass(frozen=True)
@@ -36,10 +46,14 @@ class Shape:
     num_heads_kv: Annotated[int, "key and value heads"]
     head_dim: Annotated[int, "of q, k and v"]
     causal: Annotated[bool, "with a causal mask"]
+    window: Annotated[int, "keys a query sees at most, itself included (causal); 0: all"] = 0
 
     def flops(self, direction: str) -> float:
         """Of one call: forward, or backward at 2.5 times that."""
-        forward = 4.0 * self.batch * self.num_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
+        pairs = self.seqlen**2 / (2 if self.causal else 1)
+        if 0 < self.window < self.seqlen:
+            pairs = self.window * self.seqlen - self.window**2 / 2
+        forward = 4.0 * self.batch * self.num_heads * pairs * self.head_dim
         return forward * (2.5 if direction == "backward" else 1.0)
 
 
@@ -49,7 +63,7 @@ class Timing:
 
     shape: Annotated[Shape, "the call"]
     direction: Annotated[str, "forward or backward"]
-    variant: Annotated[str, "flashpatch, one of SDPA's backends, or eager"]
+    variant: Annotated[str, "flashpatch, one of SDPA's backends, fa3, or eager"]
     milliseconds: Annotated[float | None, "median over rounds"] = None
     tflops: Annotated[float | None, "TFLOP/s by that median"] = None
     peak_bytes: Annotated[int | None, "memory taken beyond the inputs"] = None
@@ -62,6 +76,7 @@ class BenchReport:
 
     gpu: Annotated[str, "the GPU's name"]
     dtype: Annotated[str, "of q, k and v"]
+    ceiling_tflops: Annotated[float, "TFLOP/s of a product of random 8192 x 8192 matrices, median over the run"] = 0.0
     timings: Annotated[list[Timing], "every variant at every shape"] = field(default_factory=list)
     host_microseconds: Annotated[dict[str, float], "host time of one forward call on a tiny problem"] = field(
         default_factory=dict
@@ -76,6 +91,12 @@ def standard_shapes(head_dims=(64, 128), seqlens=(512, 2048, 8192, 16384), token
         for causal in (False, True)
         for seqlen in seqlens
     ]
+
+
+def odd_shapes() -> list[Shape]:
+    """A single long sequence with few key heads, and windows, whose time should follow the window."""
+    single = [Shape(1, seqlen, 64, 8, 128, True) for seqlen in (1024, 2048, 4096, 8192, 16384, 32768)]
+    return single + [Shape(1, seqlen, 16, 16, 128, True, window) for window in (1024, 4096) for seqlen in (8192, 32768)]
 
 
 def bench(
@@ -95,11 +116,20 @@ def bench(
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs an NVIDIA GPU; torch sees none")
     report = BenchReport(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))
+    ceilings = []
     for number, shape in enumerate(shapes):
+        ceilings.append(_ceiling(dtype, device))
         report.timings += _bench_shape(shape, dtype, variants, directions, rounds, device)
         advance(number + 1, len(shapes))
+    report.ceiling_tflops = statistics.median(ceilings)
     report.host_microseconds = host_cost(variants, dtype, device)
     return report
+
+
+def _ceiling(dtype, device) -> float:
+    """TFLOP/s of the library's matrix product, random data: what the tensor cores give at this card's clocks and power."""
+    a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * CEILING_SIZE**3 / milliseconds(lambda: a @ b, device) / 1e9
 
 
 def _inputs(shape: Shape, dtype, device, requires_grad: bool):
@@ -110,10 +140,19 @@ def _inputs(shape: Shape, dtype, device, requires_grad: bool):
     return make(shape.num_heads), make(shape.num_heads_kv), make(shape.num_heads_kv)
 
 
-def call(variant: str, q, k, v, causal: bool) -> torch.Tensor:
+def call(variant: str, q, k, v, causal: bool, window: int = 0) -> torch.Tensor:
     """One forward of a variant on [batch, seqlen, heads, head_dim] tensors; the result in the same layout."""
+    window_size = (window - 1, 0) if window else (-1, -1)
     if variant == "flashpatch":
-        return attention(q, k, v, causal=causal)
+        return attention(q, k, v, causal=causal, window_size=window_size)
+    if variant == "fa3":
+        from fa3_fwd_interface import flash_attn_func
+
+        if q.requires_grad:
+            raise NotImplementedError("the wheel fa3-fwd has no backward")
+        return flash_attn_func(q, k, v, causal=causal, window_size=window_size)
+    if window:
+        raise NotImplementedError("no window without a dense mask")
     gqa = q.shape[2] != k.shape[2]
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     if variant == "eager":
@@ -143,7 +182,7 @@ def _bench_shape(shape: Shape, dtype, variants, directions, rounds: int, device)
             timing = Timing(shape, direction, variant)
             timings.append(timing)
             try:
-                run = _runner(variant, direction, q, k, v, dout, shape.causal)
+                run = _runner(variant, direction, q, k, v, dout, shape)
                 torch.cuda.reset_peak_memory_stats(device)
                 before = torch.cuda.memory_allocated(device)
                 run()
@@ -157,26 +196,27 @@ def _bench_shape(shape: Shape, dtype, variants, directions, rounds: int, device)
         order = list(runs)
         random.shuffle(order)
         for key in order:
-            samples[key].append(_time(runs[key][1], device))
+            samples[key].append(milliseconds(runs[key][1], device))
     for key, (timing, _) in runs.items():
         timing.milliseconds = statistics.median(samples[key])
         timing.tflops = shape.flops(timing.direction) / timing.milliseconds / 1e9
     return timings
 
 
-def _runner(variant: str, direction: str, q, k, v, dout, causal: bool):
+def _runner(variant: str, direction: str, q, k, v, dout, shape: Shape):
     if direction == "forward":
+        q, k, v = (tensor.detach() for tensor in (q, k, v))
 
         def run():
             with torch.no_grad():
-                call(variant, q, k, v, causal)
+                call(variant, q, k, v, shape.causal, shape.window)
 
         return run
-    out = call(variant, q, k, v, causal)
+    out = call(variant, q, k, v, shape.causal, shape.window)
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
-def _time(run, device, budget: float = 40.0) -> float:
+def milliseconds(run, device, budget: float = 40.0) -> float:
     """Milliseconds per call: enough calls between two events to fill about `budget` milliseconds."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
@@ -202,9 +242,9 @@ def host_cost(variants, dtype, device, calls: int = 2000) -> dict[str, float]:
             backend = SDPA_BACKENDS.get(variant)
             views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
 
-            def run(backend=backend, views=views):
+            def run(variant=variant, backend=backend, views=views):
                 if backend is None:
-                    return attention(q, k, v)
+                    return call(variant, q, k, v, False)
                 return F.scaled_dot_product_attention(*views)
 
             with sdpa_kernel(backend or SDPBackend.MATH):
@@ -220,22 +260,29 @@ def host_cost(variants, dtype, device, calls: int = 2000) -> dict[str, float]:
 
 
 def speed_table(report: dict) -> str:
-    """A BenchReport as JSON holds it, as a Markdown table: TFLOP/s forward / backward and the ratio to the best SDPA."""
-    cells: dict[tuple, dict[str, dict[str, float]]] = {}
+    """A BenchReport as JSON holds it, as a Markdown table: TFLOP/s forward / backward of every variant, flashpatch's
+    ratio to the best of the others, and its share of the ceiling."""
+    cells: dict[tuple, dict[str, dict[str, float | None]]] = {}
     for timing in report["timings"]:
         shape = timing["shape"]
         key = (shape["head_dim"], "causal" if shape["causal"] else "full", shape["seqlen"])
         cells.setdefault(key, {}).setdefault(timing["variant"], {})[timing["direction"]] = timing["tflops"]
     variants = list(dict.fromkeys(timing["variant"] for timing in report["timings"]))
-    lines = [
-        f"| head_dim, mask, seqlen | {' | '.join(variants)} | against the best of torch's |",
-        "|---" * (len(variants) + 2) + "|",
-    ]
+    columns = ["head_dim, mask, seqlen", *variants, "against the best of the others", "of the matrix product"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+    def both(row: dict, figure) -> str:
+        return " / ".join(figure(row, direction) for direction in ("forward", "backward"))
+
+    def best(row: dict, direction: str) -> float:
+        return max(figures[direction] or 0.0 for variant, figures in row.items() if variant != "flashpatch")
+
     for (head_dim, mask, seqlen), row in cells.items():
-        figures = [f"{row[v]['forward']:.0f} / {row[v]['backward']:.0f}" for v in variants]
-        ratios = [
-            row["flashpatch"][d] / max(row[v][d] for v in variants if v != "flashpatch")
-            for d in ("forward", "backward")
+        entries = [
+            f"{head_dim} {mask} {seqlen}",
+            *(both(row[variant], lambda r, d: f"{r[d]:.0f}" if r[d] else "-") for variant in variants),
+            both(row, lambda r, d: f"{r['flashpatch'][d] / best(r, d):.2f}"),
+            both(row, lambda r, d: f"{r['flashpatch'][d] / report['ceiling_tflops']:.0%}"),
         ]
-        lines.append(f"| {head_dim} {mask} {seqlen} | {' | '.join(figures)} | {ratios[0]:.2f} / {ratios[1]:.2f} |")
+        lines.append(f"| {' | '.join(entries)} |")
     return "\n".join(lines)

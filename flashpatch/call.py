@@ -39,6 +39,7 @@ class Call:
     seqused_k: torch.Tensor | None = None  # [batch], int32
     rng_state: torch.Tensor | None = None  # [2], int64: Philox seed and offset
     ready: object = None  # the prepared launch of a Call that is kept for one signature of tensors on a GPU
+    bias_gradient: bool = True  # whether anybody wants the gradient of the bias
     expanded: bool = False  # whether masks and biases have their full shapes, which all layers below `ops` rely on
 
     def is_plain(self) -> bool:

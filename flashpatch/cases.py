@@ -38,7 +38,8 @@ class Case:
         dims = f"d{problem.head_dim}" + (f"v{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
         features = "+".join(sorted(problem.features)) or "plain"
         sizes = f"b{self.batch}-q{self.seqlen_q}-k{self.seqlen_k}-h{self.num_heads_q}x{self.num_heads_kv}"
-        return f"{SHORT[problem.dtype]}-{dims}-{features}-{sizes}-{self.values}-{self.layout}"
+        tile = "-short" if problem.short else ""
+        return f"{SHORT[problem.dtype]}-{dims}-{features}-{sizes}-{self.values}-{self.layout}{tile}"
 
 
 # (seqlen_q, seqlen_k): never multiples of a tile only, both longer and shorter than the other, single rows
@@ -73,11 +74,25 @@ def cases(device: Device, quick: bool = False) -> list[Case]:
             combinations = [*EVERYDAY, *combinations]
         for features in combinations:
             found.append(_case(device, dtype, bucket, features, len(found), padded=len(found) % 3 == 1))
+        if bucket == 512:  # far apart the other way round
+            problem = Problem("forward", dtype, 64, 512, frozenset({"unequal_head_dims"}))
+            found.append(replace(_case(device, dtype, 64, problem.features, len(found), padded=False), problem=problem))
         if bucket == 64:
             problem = _problem(dtype, bucket, frozenset())
             sizes = ((2, 0, 5), (2, 5, 0), (0, 5, 5))  # nothing to ask, nothing to read, nobody there
             found += [Case(problem, batch, seqlen_q, seqlen_k, 2, 2) for batch, seqlen_q, seqlen_k in sizes]
-    return [case for case in found if isinstance(planning.resolve(case.problem, device), Plan)]
+    found = [case for case in found if isinstance(planning.resolve(case.problem, device), Plan)]
+    return [variant for case in found for variant in _by_length(case, device)]
+
+
+def _by_length(case: Case, device: Device) -> Iterable[Case]:
+    """The case with the tile for any length, and once more where short sequences have a tile of their own. The sizes stay
+    as they are: a tile has to be right at every length."""
+    yield case
+    problems = case.problem, case.problem.backward()
+    plans = [(planning.resolve(p, device), planning.resolve(replace(p, short=True), device)) for p in problems]
+    if any(isinstance(usual, Plan) and usual.config != short.config for usual, short in plans):
+        yield replace(case, problem=replace(case.problem, short=True))
 
 
 # What most calls look like: a decoder's training, its packed training, a cache, a local layer.
@@ -107,6 +122,7 @@ def _case(device: Device, dtype: str, bucket: int, features: frozenset[str], num
 
 def _problem(dtype: str, head_dim: int, features: frozenset[str]) -> Problem:
     head_dim_v = max(head_dim * 2 // 3 // 8 * 8, 8) if "unequal_head_dims" in features else head_dim
+    head_dim_v = min(head_dim_v, max(planning.support().head_dims_v))
     return Problem("forward", dtype, head_dim, head_dim_v, features)
 
 
@@ -261,6 +277,11 @@ def _bias(case: Case, draw: _Draw) -> None:
     draw.keywords["bias"] = draw.normal(shape).to(draw.dtype).to(draw.device)
 
 
+def _wide_bias(case: Case, draw: _Draw) -> None:
+    shape = (_batch(case, draw), 1, _longest(case, draw, "q"), _longest(case, draw, "k"))
+    draw.keywords["bias"] = draw.normal(shape).to(draw.device)
+
+
 def _alibi(case: Case, draw: _Draw) -> None:
     draw.keywords["alibi_slopes"] = torch.rand(case.num_heads_q, generator=draw.generator).div(16).to(draw.device)
 
@@ -293,6 +314,7 @@ _FEATURES: dict[str, Callable[[Case, _Draw], None]] = {
     "key_ranges": _key_ranges,
     "mask": _mask,
     "bias": _bias,
+    "wide_bias": _wide_bias,
     "alibi": _alibi,
     "softcap": _softcap,
     "sinks": _sinks,

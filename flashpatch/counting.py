@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -88,8 +89,21 @@ def record_decline(layer: int, reason: Reason) -> None:
         warnings.warn(
             f"flashpatch: {layers[layer].name} runs exactly but without a kernel ({reason.code}: {reason.text}); "
             "counted in flashpatch.stats(), FLASHPATCH_STRICT=1 makes this an error",
-            stacklevel=2,
+            stacklevel=_callers_level(),
         )
+
+
+_LIBRARIES = ("flashpatch", "torch", "transformers", "contextlib", "functools")
+
+
+def _callers_level() -> int:
+    """How far up the stack the code is that called the model or the operator: where a warning is of use."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
+            return level
+        frame, level = frame.f_back, level + 1
+    return 2
 
 
 def stats() -> dict[str, dict]:

@@ -55,6 +55,7 @@ def record(report: KernelReport, device: Device, environment: dict, target: Path
                 "head_dim": problem.head_dim,
                 "head_dim_v": problem.head_dim_v,
                 "features": sorted(problem.features),
+                "short": problem.short,
                 "digest": digest,
                 "tensor": worst.tensor,
                 "error": worst.error,
@@ -129,8 +130,9 @@ def _fault(cell: planning.Cell, source: Path) -> str:
     device = planning.device_for(tuple(content["capability"]), content["gpu"], shared_memory=content["shared_memory"])
     for entry in entries:
         problem = Problem(
-            cell.direction, cell.dtype, entry["head_dim"], entry["head_dim_v"], frozenset(entry["features"])
-        )
+            cell.direction, cell.dtype, entry["head_dim"], entry["head_dim_v"], frozenset(entry["features"]),
+            entry.get("short", False),
+        )  # fmt: skip
         decision = planning.resolve(problem, device)
         if isinstance(decision, Decline) or decision.config.kernel != cell.kernel:
             return f"{entry['case']} no longer runs on {cell.kernel}"

@@ -56,7 +56,7 @@ def prepare(q, k, v, call: Call) -> launcher.Forward | Decline:
 
 def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, strict: bool):
     """(dq, dk, dv, dbias or None, dsinks or None) of a checked call."""
-    key = (*signature(q, k, v, call), dout.shape, dout.stride(), out.stride())
+    key = (*signature(q, k, v, call), dout.shape, dout.stride(), out.stride(), call.bias_gradient)
     ready = _backwards.get(key)
     if ready is None:
         decision = decide("backward", q, k, v, call)
@@ -99,15 +99,16 @@ def _keep(cache: dict, key: tuple, ready) -> None:
 def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     """The Plan or Decline of a call on the device its tensors are on."""
     dtype = DTYPES.get(q.dtype, str(q.dtype).removeprefix("torch."))
-    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call))
+    short = max(call.max_seqlen_q, call.max_seqlen_k) <= planning.support().short_seqlen
+    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call), short)
     device = device_of(q.device)
     if isinstance(device, Reason):
         return Decline(problem, (device,))
     if call.softmax_scale <= 0.0:
         text = f"softmax_scale is {call.softmax_scale}; kernels take the maximum before scaling and need a positive one"
         return Decline(problem, (Reason("softmax_scale", text),))
-    if call.bias is not None and call.bias.dtype != q.dtype:
-        text = f"the bias is {call.bias.dtype}, q is {q.dtype}; kernels add a bias of q's dtype: pass bias.to(q.dtype)"
+    if call.bias is not None and call.bias.dtype not in (q.dtype, torch.float32):
+        text = f"the bias is {call.bias.dtype}, q is {q.dtype}; kernels add a bias of q's dtype or of float32"
         return Decline(problem, (Reason("bias_dtype", text),))
     if reason := launcher.unavailable(device.backend):
         return Decline(problem, (reason,))
@@ -128,7 +129,8 @@ def features(q, k, v, call: Call) -> frozenset[str]:
         "seqused_k": call.seqused_k is not None,
         "key_ranges": call.key_ranges is not None,
         "mask": call.mask is not None,
-        "bias": call.bias is not None,
+        "bias": call.bias is not None and call.bias.dtype == q.dtype,
+        "wide_bias": call.bias is not None and call.bias.dtype != q.dtype,
         "alibi": call.alibi_slopes is not None,
         "sinks": call.sinks is not None,
         "softcap": call.softcap != 0.0,

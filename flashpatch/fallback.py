@@ -26,14 +26,14 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def philox(counter, key):
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+    """Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
     `counter` is four and `key` two int64 tensors that broadcast, each with values in [0, 2^32);
     returns the four output words as int64 tensors with values in [0, 2^32).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(7):
         # The products wrap as signed 64-bit; their bits are those of the unsigned product, so shift and mask recover it.
         product0 = c0 * 0xD2511F53
         product1 = c2 * 0xCD9E8D57
@@ -49,8 +49,8 @@ def philox(counter, key):
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """The smallest 32-bit word that is kept. `dropout_p` is rounded to fp32 first, because kernels receive it as fp32."""
-    return math.floor(torch.tensor(dropout_p, dtype=torch.float32).item() * 2**32)
+    """The smallest 16 bits that are kept. `dropout_p` is rounded to fp32 first, because kernels receive it as fp32."""
+    return min(math.floor(torch.tensor(dropout_p, dtype=torch.float32).item() * 2**16 + 0.5), 2**16 - 1)
 
 
 def _without_autograd_and_autocast(function):
@@ -486,8 +486,9 @@ class _Work:
     def keep(self, m0, m1, n0, n1):
         """Which probabilities dropout keeps: bool [batch * num_heads_kv, group * rows, keys], equal to the kernels' choice.
 
-        Element (i, j) of head h of sequence b is word 2 * ((i >> 3) & 1) + (j & 1) of the Philox block with counter
-        (j >> 1, ((i >> 4) << 3) | (i & 7), b * num_heads_q + h, offset).
+        Element (i, j) of head h of sequence b is decided by 16 bits of word 2 * ((i >> 3) & 1) + (j & 1) of the Philox
+        block with counter (((j >> 4) << 2) | ((j >> 1) & 3), ((i >> 4) << 3) | (i & 7), b * num_heads_q + h, offset): the
+        upper ones if j & 8.
         """
         seed, offset = self.call.rng_state[0], self.call.rng_state[1] & _LOW_32
         key = (seed & _LOW_32, (seed >> 32) & _LOW_32)
@@ -495,22 +496,29 @@ class _Work:
         if self.varlen:
             sequence, i, j = self.in_sequence(m0, m1, n0, n1)
             j = j & _LOW_32  # keys before the sequence: hidden, but a counter must fit its word
-            words = philox((j >> 1, (i >> 4 << 3) | (i & 7), sequence * self.heads_q + heads, offset), key)
+            words = philox(
+                ((j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 3) | (i & 7), sequence * self.heads_q + heads, offset), key
+            )
             even_row, even_column = (i & 8) == 0, (j & 1) == 0
             words = torch.where(
                 even_row, torch.where(even_column, words[0], words[1]), torch.where(even_column, words[2], words[3])
             )
+            bits = torch.where((j & 8) == 0, words & 0xFFFF, words >> 16)
         else:
-            # Blocks of 16 rows and 2 columns that cover the tile: each block's words land in it by a transposition.
-            blocks_m, blocks_n = range(m0 >> 4, (m1 + 15) >> 4), range(n0 >> 1, (n1 + 1) >> 1)
+            # Blocks of 16 rows and 16 columns that cover the tile: each block's bits land in it by a transposition.
+            blocks_m, blocks_n = range(m0 >> 4, (m1 + 15) >> 4), range(n0 >> 4, (n1 + 15) >> 4)
             rows = torch.arange(blocks_m.start * 8, blocks_m.stop * 8, device=self.device)[:, None]
-            columns = torch.arange(blocks_n.start, blocks_n.stop, device=self.device)
+            columns = torch.arange(blocks_n.start * 4, blocks_n.stop * 4, device=self.device)
             words = torch.stack(philox((columns, rows, heads, offset), key), -1)
-            words = words.view(heads.shape[0], len(blocks_m), 8, len(blocks_n), 2, 2).permute(0, 1, 4, 2, 3, 5)
-            words = words.reshape(heads.shape[0], len(blocks_m) * 16, len(blocks_n) * 2)
-            m, n = m0 - blocks_m.start * 16, n0 - blocks_n.start * 2
-            words = words[:, m : m + m1 - m0, n : n + n1 - n0]
-        keep = words >= dropout_threshold(self.call.dropout_p)
+            bits = torch.stack((words & 0xFFFF, words >> 16), -1)
+            # heads, blocks of rows, row in 8, blocks of columns, pair of columns, upper rows, column in a pair, upper columns
+            bits = bits.view(heads.shape[0], len(blocks_m), 8, len(blocks_n), 4, 2, 2, 2).permute(
+                0, 1, 5, 2, 3, 7, 4, 6
+            )
+            bits = bits.reshape(heads.shape[0], len(blocks_m) * 16, len(blocks_n) * 16)
+            m, n = m0 - blocks_m.start * 16, n0 - blocks_n.start * 16
+            bits = bits[:, m : m + m1 - m0, n : n + n1 - n0]
+        keep = bits >= dropout_threshold(self.call.dropout_p)
         return keep.reshape(self.batch * self.heads_kv, self.group * (m1 - m0), n1 - n0)
 
 

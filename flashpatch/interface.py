@@ -27,6 +27,8 @@ from .tagging import tag_of
 
 NAME = "fpatch"
 SUPPORTED = "5.17 up to, not including, 6"
+REQUIREMENT = ">=5.17,<6"
+OLDEST = (5, 17)
 
 # Keyword arguments with no bearing on attention: switches and tensors of the model around it that decoders pass through.
 NOISE = frozenset(
@@ -48,6 +50,10 @@ REFUSED = {
     "write_index": "continuous batching writes its paged cache inside the attention function",
     "block_table": "continuous batching reads its paged cache inside the attention function",
 }
+# Model types that add columns of their own to a mask which is a tensor, and skip that for anything else.
+TENSOR_MASKS = frozenset({"deepseek_v4"})
+# Model types that shorten their sequences behind the mask, and can only where it is None, as it is where it hides nothing.
+NO_EMPTY_MASKS = frozenset({"informer"})
 
 
 # ---- registration ----
@@ -55,18 +61,23 @@ REFUSED = {
 
 def unavailable() -> str | None:
     """Why transformers cannot be patched here, or None."""
+    install = f"flashpatch patches transformers {SUPPORTED}: pip install 'transformers{REQUIREMENT}'"
     try:
         import transformers
-    except ImportError:
-        return (
-            f"transformers is not installed; flashpatch patches transformers {SUPPORTED}: "
-            "pip install 'transformers>=5.17,<6'"
-        )
-    if not hasattr(transformers, "AttentionMaskInterface") or not hasattr(transformers, "AttentionInterface"):
-        return (
-            f"transformers {transformers.__version__} has no AttentionMaskInterface; flashpatch needs {SUPPORTED}: "
-            "pip install 'transformers>=5.17,<6'"
-        )
+
+        version = transformers.__version__
+        parts = [getattr(transformers, name, None) for name in ("AttentionInterface", "AttentionMaskInterface")]
+    except ModuleNotFoundError as error:
+        if error.name == "transformers":
+            return f"transformers is not installed; {install}"
+        return f"transformers cannot be imported ({error}); install what it misses: pip install {error.name}"
+    except Exception as error:  # a dependency of transformers that is broken or too old, in whichever way it says so
+        text = " ".join(str(error).split())
+        return f"transformers cannot be imported ({type(error).__name__}: {text[:300]}); repair it, for example: pip install --upgrade --force-reinstall transformers"
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        return f"transformers {version} is too old: its masks are built in another way; {install}"
+    if None in parts:
+        return f"transformers {version} has no AttentionMaskInterface; {install}"
     return None
 
 
@@ -145,9 +156,13 @@ def mask_function(
             batch_size, q_length, kv_length, dtype, torch.device(device), far, far, 0, None, dense,
             given=True, dense=True, words=("unrecognised",),
         )  # fmt: skip
-    return mask_functions.recover(
+    spec = mask_functions.recover(
         **sizes, mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, materialise=materialise
     )
+    model_type = getattr(kwargs.get("config"), "model_type", None)
+    if model_type in TENSOR_MASKS:
+        return spec.materialise()
+    return None if model_type in NO_EMPTY_MASKS and spec.hides_nothing() else spec
 
 
 # ---- the attention function ----
@@ -195,8 +210,8 @@ def attention_function(
         0.0 if softcap is None else float(softcap), float(dropout) if module.training else 0.0,
         bias=bias, mask=lowered.mask, key_ranges=lowered.key_ranges, sinks=sinks,
     )  # fmt: skip
-    if kwargs.get("output_attentions") or _attentions_collected():
-        _decline(layer, strict, query, value, "output_attentions", "the attention weights themselves are asked for")
+    if kwargs.get("output_attentions") or attentions_collected():
+        decline(layer, strict, query, value, "output_attentions", "the attention weights themselves are asked for")
         return _with_weights(q, k, v, call, layer)
     out, _ = ops.attend(q, k, v, call, layer, strict, statistics=False)
     return out.contiguous(), None
@@ -227,7 +242,7 @@ def _check_keywords(module, kwargs: dict, layer: int, strict: bool, query, value
             )
             raise DeclinedError(Decline(problem, (Reason("kwarg_unknown", text),)))
         text = f"{name} is passed to {type(module).__name__}; its eager attention ignores it too, so it has no effect"
-        _decline(layer, strict, query, value, "kwarg_unknown", text)
+        decline(layer, strict, query, value, "kwarg_unknown", text)
 
 
 def source_of(thing) -> str:
@@ -253,7 +268,7 @@ def _eager_ignores(module, keyword: str) -> bool:
     return _eager_ignored[key]
 
 
-def _decline(layer: int, strict: bool, query, value, code: str, text: str) -> None:
+def decline(layer: int, strict: bool, query, value, code: str, text: str) -> None:
     """Count, warn about or raise a decline that the seam itself decides; not while a graph is traced."""
     if torch.compiler.is_compiling():
         return
@@ -305,6 +320,8 @@ def _mask(attention_mask, q, k, is_causal, sliding_window, position_ids, cu_seq_
 
 def _matching(spec: MaskSpec, q, k) -> MaskSpec:
     """The spec on the tensors' device, or an error where it was built for other lengths."""
+    if spec.q_length != q.shape[1] and spec.same_for_all_rows():
+        spec = spec._replace(q_length=q.shape[1])  # which keys are padding does not depend on the rows
     if spec.q_length != q.shape[1] or spec.kv_length < k.shape[1]:
         raise ValueError(
             f"the attention mask was built for {spec.q_length} queries and {spec.kv_length} keys, but attention got "
@@ -364,7 +381,7 @@ def _bias(position_bias, additive, q, key_length: int) -> torch.Tensor | None:
     return bias.to(dtype)
 
 
-def _attentions_collected() -> bool:
+def attentions_collected() -> bool:
     """Whether a model collects attention weights by hooks, which it does not tell the attention function."""
     collector = _collector()
     if collector is None or (torch.compiler.is_compiling() and not collector.compiling):

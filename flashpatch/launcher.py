@@ -8,6 +8,7 @@ call then costs its allocations, the packing of its pointers and the launch.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from collections import Counter
@@ -16,13 +17,13 @@ import torch
 
 from . import compiler, emulator, tensor_maps
 from .call import TENSORS, Call
-from .planning import shared_memory
+from .planning import shared_memory, value_parts
 from .problem import Config, Device, Plan, Reason
 
 POINTERS = (
     "q", "k", "v", "out", "logsumexp", "dout", "dq", "dk", "dv", "dlogsumexp", "delta", "dq_accum", "dq_turns",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "dbias", "alibi_slopes", "sinks",
-    "rng_state",
+    "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls",
 )  # fmt: skip
 STRIDES = (
     *(
@@ -71,10 +72,17 @@ def launches(config: Config) -> tuple[str, ...]:
 
 def configs(config: Config) -> tuple[Config, ...]:
     """Every Config that must be compiled to run this one, in the order of their launches."""
-    if config.kernel == "backward_sm80":
-        return (_helper(config, "backward_delta", 4), config, _helper(config, "backward_dq", 4))
-    if config.kernel == "backward_sm75":
-        return (_helper(config, "backward_delta", 4), config, _helper(config, "backward_dq_sm75", 4))
+    if config.kernel in ("forward_sm80", "forward_sm75"):
+        return (*((_mask_helper(config),) if config.has_mask else ()), config)
+    if config.kernel in ("backward_sm80", "backward_sm75"):
+        suffix = "" if config.kernel == "backward_sm80" else "_sm75"
+        return (
+            *((_mask_helper(config),) if config.has_mask else ()),
+            _helper(config, "backward_delta", 4),
+            config,
+            _helper(config, f"backward_dq{suffix}", 4),
+            *((_bias_helper(config, config.wide_bias),) if config.has_bias else ()),
+        )
     if config.kernel.startswith("backward"):
         return (_helper(config, "backward_prepare_sm90", 8), config, _helper(config, "backward_finish_sm90", 4))
     return (config,)
@@ -85,9 +93,29 @@ def _helper(config: Config, kernel: str, num_warps: int) -> Config:
     return Config(kernel, config.dtype, config.head_dim, config.head_dim_v, config.block_m, 0, num_warps)
 
 
+def _mask_helper(config: Config) -> Config:
+    """What packs the boolean mask for the threads of a kernel: nothing in it depends on the head dim."""
+    kernel = f"{config.kernel.split('_')[0]}_mask"
+    return Config(kernel, config.dtype, 32, 32, config.block_m, config.block_n, config.num_warps)
+
+
+def _bias_helper(config: Config, wide: bool) -> Config:
+    """What brings the gradient of a bias from the order of a kernel's threads into its own, in fp32 or q's dtype."""
+    tile = config.block_m, config.block_n, config.num_warps
+    kernel = "backward_bias" if config.kernel == "backward_sm80" else "backward_bias_sm75"
+    return Config(
+        kernel, config.dtype, 32, 32, *tile, deterministic=config.deterministic, wide_bias=wide, has_bias=True
+    )
+
+
 def _takes_maps(config: Config) -> bool:
     """Whether the main kernel's argument is ParamsSm90: Params between tensor maps and tile counters."""
     return config.kernel.endswith("sm90")
+
+
+# The small kernels before (delta) and after (dq from fp32) a backward, by family.
+_BEFORE = ("backward_delta", "backward_prepare_sm90")
+_AFTER = ("backward_dq", "backward_dq_sm75", "backward_finish_sm90")
 
 
 # ---- the two directions ----
@@ -97,8 +125,8 @@ class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
     __slots__ = (
-        "blocks", "inputs", "kernel", "new_out", "new_statistics", "plain", "plan", "readable", "rest", "tail", "tma",
-        "varlen",
+        "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "plain", "plan", "readable", "rest", "tail",
+        "tma", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
@@ -111,9 +139,10 @@ class Forward:
         self.new_statistics = torch.empty(1, dtype=torch.float32, device=q.device).expand(_statistics_shape(q, call))
         self.plain, self.varlen = call.is_plain(), call.cu_seqlens_q is not None
         shapes = _Shapes(plan.config, q, k, call)
-        self.blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
+        self.blocks = value_parts(plan.config) * shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
+        self.mask = _PackedMask(plan, shapes, call) if plan.config.has_mask else None
         self.tma = _takes_maps(plan.config)
         self.tail = _optional_pointers(call) + self.rest if self.plain else b""
         # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
@@ -136,33 +165,36 @@ class Forward:
         if self.varlen:  # rows of no sequence are nobody's to write
             out.zero_()
             if statistics:
-                logsumexp.fill_(-torch.inf)
+                _fill_empty(logsumexp, call)
         results = _RESULTS.pack(out.data_ptr(), logsumexp.data_ptr() if statistics else 0)
-        tail = self.tail if self.plain else _optional_pointers(call) + self.rest
+        packed_mask = () if self.mask is None else self.mask.workspace(q.device)
+        tail = self.tail if self.plain else _optional_pointers(call, *packed_mask) + self.rest
         inputs = self.inputs.get(pointers)
         if inputs is None:
             if len(self.inputs) >= _MOST_INPUTS:
                 self.inputs.clear()
             maps = _maps(self.plan.config, q, k, v, None, None, None) if self.tma else b""
             inputs = self.inputs[pointers] = maps + _INPUTS.pack(*pointers)
-        tensors = (q, k, v, out, logsumexp)
+        tensors = (q, k, v, out, logsumexp, *packed_mask)
         if self.tma:
             counters, address = _tile_counters(q.device, self.plan.device.index)
             tensors = (*tensors, counters)
             argument = b"".join((inputs, results, tail, address))
         else:
             argument = b"".join((inputs, results, tail))
+        if self.mask is not None:
+            self.mask.kernel.launch(self.mask.tiles, argument, tensors, call)
         self.kernel.launch(self.blocks, argument, tensors, call)
         return out, logsumexp, 0
 
 
 class Backward:
     """A backward ready to launch for one signature of tensors and one Plan: a kernel before (delta), the main one,
-    and one after (dq from fp32)."""
+    and one after (dq from fp32); with a mask one more before, with a gradient of the bias one more after."""
 
     __slots__ = (
-        "after", "before", "kernel", "key_blocks", "new", "new_workspace", "plan", "query_blocks", "ragged", "readable",
-        "rest", "turns", "varlen",
+        "after", "before", "bias", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "plan", "query_blocks",
+        "ragged", "readable", "rest", "turns", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
@@ -173,14 +205,15 @@ class Backward:
         self.readable = all(map(_has_readable_strides, (dout, q, k, v, out))) and not self._needs_whole_rows(k, v)
         dout, q, k, v, out = self._readable(dout, q, k, v, out)
         shapes = _Shapes(config, q, k, call)
-        self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.batch
-        self.key_blocks = shapes.n_blocks * k.shape[-2] * shapes.batch
-        if _takes_maps(config):  # records of cuda_src/workspace_sm90.cuh
+        self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
+        self.key_blocks = shapes.n_blocks * k.shape[-2] * shapes.rows_of_blocks
+        # query blocks with rows, at most: records of cuda_src/workspace_sm90.cuh, query_block_offset of seqlen.cuh
+        if _takes_maps(config):
+            self.turns = 1 + self.query_blocks  # a word that deals out key blocks, a counter per record
+            workspace = (self.query_blocks, config.block_m * (config.head_dim + 2))
+        else:
             blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
             self.turns = blocks * q.shape[-2]
-            workspace = (self.turns, config.block_m * (config.head_dim + 2))
-        else:
-            self.turns = self.query_blocks
             workspace = (self.turns, config.block_m * config.head_dim)
         statistics = torch.empty(1, dtype=torch.float32, device=q.device)
         self.new_workspace = statistics.expand(workspace)
@@ -190,7 +223,14 @@ class Backward:
             shapes, call, q, k, v, out=out.stride(), dout=dout.stride(), dq=_contiguous_strides(q.shape),
             dk=_contiguous_strides(k.shape), dv=_contiguous_strides(v.shape),
         )  # fmt: skip
-        self.before, self.kernel, self.after = (_Kernel(plan.device, part) for part in configs(config))
+        kernels = {part.kernel: _Kernel(plan.device, part) for part in configs(config)}
+        self.kernel = kernels[config.kernel]
+        self.before = next(kernels[name] for name in _BEFORE if name in kernels)
+        self.after = next(kernels[name] for name in _AFTER if name in kernels)
+        self.mask = _PackedMask(plan, shapes, call) if config.has_mask else None
+        self.hulls = (shapes.batch, shapes.m_blocks, 4) if config.has_key_ranges else None
+        wanted = config.has_bias and call.bias_gradient
+        self.bias = _BiasGradient(plan, shapes, q, k, call) if wanted else None
 
     def _needs_whole_rows(self, *tensors) -> bool:
         """Whether a ragged map, which counts in rows, cannot say where a sequence of these tensors begins."""
@@ -214,26 +254,32 @@ class Backward:
         new = torch.zeros_like if self.varlen else torch.empty_like  # rows of no sequence are nobody's to write
         dq, dk, dv, delta = map(new, self.new)
         dq_accum = torch.empty_like(self.new_workspace)
-        dq_turns = dbias = None
+        dq_turns = None
         if self.plan.config.deterministic:
             dq_turns = torch.zeros(self.turns, dtype=torch.int32, device=q.device)
-        if call.bias is not None:
-            dbias = _bias_gradient(call.bias)
+        dbias, dbias_accum = (None, None) if self.bias is None else self.bias.workspace(q.device)
+        packed_mask = (None, None) if self.mask is None else self.mask.workspace(q.device)
         if dlogsumexp is not None:
             dlogsumexp = dlogsumexp.contiguous()
         tensors = (q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum, dq_turns)
         optional = call.pointers()
-        params = _POINTERS.pack(*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:]) + self.rest
-        tensors = (*tensors, dbias)
+        hulls = None if self.hulls is None else torch.empty(self.hulls, dtype=torch.int32, device=q.device)
+        own = (*packed_mask, dbias_accum, hulls)
+        addresses = (*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:], *map(_address, own))
+        params = _POINTERS.pack(*addresses) + self.rest
+        tensors = (*tensors, dbias, *own)
         argument = params
         if _takes_maps(self.plan.config):
             argument = _maps(self.plan.config, q, k, v, dout, *self.ragged) + params + _COUNTERS.pack(0)
+        if self.mask is not None:
+            self.mask.kernel.launch(self.mask.tiles, params, tensors, call)
         self.before.launch(self.query_blocks, params, tensors, call)
         self.kernel.launch(self.key_blocks, argument, tensors, call)
         self.after.launch(self.query_blocks, params, tensors, call)
         dsinks = None if call.sinks is None else _sink_gradient(call, logsumexp, delta)
         if dbias is not None:
-            dbias = dbias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in dbias.stride())]
+            self.bias.kernel.launch(self.bias.tiles, params, tensors, call)
+            dbias = self.bias.reduced(dbias)
         return dq, dk, dv, dbias, dsinks, 0
 
 
@@ -282,16 +328,67 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     return Backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
 
 
-def _optional_pointers(call: Call) -> bytes:
-    """The pointers of a forward's Params after logsumexp: none of the backward's, then the call's own tensors."""
-    optional = call.pointers()
-    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:])
+def _optional_pointers(call: Call, mask_bits=None, mask_flags=None) -> bytes:
+    """The pointers of a forward's Params after logsumexp: none of the backward's, the call's own tensors, the mask packed."""
+    optional, packed = call.pointers(), (_address(mask_bits), _address(mask_flags))
+    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0, 0)
 
 
-def _bias_gradient(bias: torch.Tensor) -> torch.Tensor:
-    """Zeroed fp32 gradient of an expanded bias: broadcast dimensions keep stride 0, so kernels sum over them."""
-    shape = [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
-    return torch.zeros(shape, dtype=torch.float32, device=bias.device).expand(bias.shape)
+class _PackedMask:
+    """What a boolean mask becomes before a kernel of the sm80 family reads it: cuda_src/mask_tiles.cuh."""
+
+    __slots__ = ("kernel", "tiles", "words")
+
+    def __init__(self, plan: Plan, shapes: _Shapes, call: Call):
+        config = plan.config
+        masks = math.prod(size for size, stride in zip(call.mask.shape[:2], call.mask.stride(), strict=False) if stride)
+        self.tiles = masks * shapes.m_blocks * shapes.n_blocks
+        threads = 32 * config.num_warps
+        self.words = self.tiles * threads * -(-config.block_m * config.block_n // (32 * threads))
+        self.kernel = _Kernel(plan.device, _mask_helper(config))
+
+    def workspace(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """mask_bits and mask_flags, to be filled."""
+        bits = torch.empty(self.words, dtype=torch.int32, device=device)
+        return bits, torch.empty(self.tiles, dtype=torch.uint8, device=device)
+
+
+class _BiasGradient:
+    """The gradient of a bias: summed up tile by tile, then brought into the bias's order (cuda_src/bias.cuh)."""
+
+    __slots__ = ("accum", "broadcast", "dtype", "kernel", "shape", "tiles")
+
+    def __init__(self, plan: Plan, shapes: _Shapes, q, k, call: Call):
+        config = plan.config
+        per_batch, per_head, per_row, per_key = (stride != 0 for stride in call.bias.stride())
+        batch = shapes.batch if per_batch or config.deterministic else 1
+        heads = q.shape[-2] if per_head or config.deterministic else 1
+        self.tiles = batch * heads * (shapes.m_blocks if per_row else 1) * (shapes.n_blocks if per_key else 1)
+        self.accum = (self.tiles, config.block_m * config.block_n)
+        rows, keys = call.max_seqlen_q if per_row else config.block_m, call.max_seqlen_k if per_key else config.block_n
+        self.shape = (batch, heads, rows, keys)
+        self.broadcast = tuple(axis for axis, apart in enumerate((per_batch, per_head, per_row, per_key)) if not apart)
+        summed = any(self.shape[axis] > 1 for axis in self.broadcast)
+        self.dtype = torch.float32 if summed else call.bias.dtype
+        self.kernel = _Kernel(plan.device, _bias_helper(config, self.dtype == torch.float32))
+
+    def workspace(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """dbias, to be filled, and dbias_accum, zeroed."""
+        accum = torch.zeros(self.accum, dtype=torch.float32, device=device)
+        return torch.empty(self.shape, dtype=self.dtype, device=device), accum
+
+    def reduced(self, dbias: torch.Tensor) -> torch.Tensor:
+        """Summed over what the bias is broadcast along and kernels kept apart."""
+        axes = [axis for axis in self.broadcast if dbias.shape[axis] > 1]
+        return dbias.sum(axes, keepdim=True) if axes else dbias
+
+
+def _fill_empty(logsumexp: torch.Tensor, call: Call) -> None:
+    """What rows of no sequence have: nothing but the sink."""
+    if call.sinks is None:
+        logsumexp.fill_(-torch.inf)
+    else:
+        logsumexp.copy_(call.sinks[:, None].expand_as(logsumexp))
 
 
 def _sink_gradient(call: Call, logsumexp: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -338,14 +435,20 @@ def _statistics_shape(q: torch.Tensor, call: Call) -> tuple[int, ...]:
 class _Shapes:
     """Counts of sequences, rows and blocks of one call under one Config."""
 
-    __slots__ = ("batch", "m_blocks", "n_blocks", "total_q")
+    __slots__ = ("batch", "m_blocks", "n_blocks", "rows_of_blocks", "total_q")
 
     def __init__(self, config: Config, q, k, call: Call):
         varlen = call.cu_seqlens_q is not None
         self.batch = call.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
         self.total_q = q.shape[0] if varlen else q.shape[0] * q.shape[1]
-        self.m_blocks = -(-call.max_seqlen_q // config.block_m)
-        self.n_blocks = -(-call.max_seqlen_k // config.block_n)
+        if varlen and _takes_maps(config):  # the blocks of all sequences in one row: cuda_src/packed_sm90.cuh
+            self.rows_of_blocks = 1
+            self.m_blocks = self.total_q // config.block_m + self.batch if self.batch else 0
+            self.n_blocks = k.shape[0] // config.block_n + self.batch if self.batch else 0
+        else:
+            self.rows_of_blocks = self.batch
+            self.m_blocks = -(-call.max_seqlen_q // config.block_m)
+            self.n_blocks = -(-call.max_seqlen_k // config.block_n)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -61,6 +61,10 @@ def _same_block(ids, batch, head, q, k):
     return (ids[batch, q] == ids[batch, k]) & (ids[batch, q] >= 0)
 
 
+def _remapped(function, positions, batch, head, q, k):
+    return function(batch, head, positions[batch, q], positions[batch, k])
+
+
 # transformers' factory -> (what it returns, as a function above; the closure's variables in that order)
 _FACTORIES = {
     "and_masks": (_conjunction, ("mask_functions",)),
@@ -70,6 +74,7 @@ _FACTORIES = {
     "chunked_overlay": (_same_chunk, ("chunk_size", "left_padding")),
     "packed_sequence_mask_function": (_same_document, ("packed_sequence_mask",)),
     "blockwise_overlay": (_same_block, ("block_sequence_ids",)),
+    "remap_positions_for_packed_sequence": (_remapped, ("mask_function", "position_ids")),  # since 5.23
 }
 _taught = None  # transformers.masking_utils, once `teach` has seen it
 
@@ -133,9 +138,16 @@ def _conjuncts(function) -> list:
     read = _read(function)
     if read is None:
         return [function]
-    if isinstance(read, partial) and read.func is _conjunction:
+    if _is(read, _conjunction):
         return [part for inner in read.args[0] for part in _conjuncts(inner)]
+    if _is(read, _remapped):
+        return [partial(_remapped, part, read.args[1]) for part in _conjuncts(read.args[0])]
     return [read]
+
+
+def _is(read, function) -> bool:
+    """Whether a mask function that was read is one of `function`'s."""
+    return isinstance(read, partial) and read.func is function
 
 
 # ---- intervals: for each row, the keys begin <= j < end in absolute positions ----
@@ -147,6 +159,7 @@ class _Rows(NamedTuple):
     positions: torch.Tensor
     offset: object  # int, or a tensor when only the device knows
     trusted: bool  # document ids come from transformers' own detection, so they never decrease
+    packed: bool  # the mask keeps documents apart, so only positions within a row's own document matter
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Per-position `values` [batch, total] at the rows."""
@@ -214,6 +227,21 @@ def _interval(function, rows: _Rows):
                     torch.where(empty, other_end, torch.where(other_empty, end, torch.maximum(end, other_end))),
                 )
         return begin, end
+    if name is _remapped:
+        inner, positions = _read(arguments[0]), arguments[1]
+        if not rows.packed or inner is None:
+            return None
+        if _band(inner) is not None:
+            return _interval(inner, rows)  # within a document positions and places differ by a constant
+        if inner.func is _conjunction:
+            return _interval(
+                partial(_conjunction, [partial(_remapped, part, positions) for part in inner.args[0]]), rows
+            )
+        if inner.func is _same_chunk:
+            size, starts = inner.args
+            begin = rows.positions - (rows.take(positions) - starts[:, None]) % size
+            return begin, begin + size
+        return None
     if name is _same_chunk:
         size, starts = arguments
         starts = starts[:, None]
@@ -250,6 +278,8 @@ _WORDS = (
 
 def _word(read) -> str | None:
     """What reports call a mask function. A loop, because guards of compiled graphs cannot look functions up."""
+    if _is(read, _remapped):
+        read = _read(read.args[0])
     function = read.func if isinstance(read, partial) else read
     for known, word in _WORDS:
         if function is known:
@@ -268,10 +298,14 @@ def recover(
     """
     on_device = isinstance(q_offset, torch.Tensor)
     positions = torch.arange(q_length, device=device)[None]
-    rows = _Rows(positions + q_offset, q_offset, trusted=not use_vmap)
+    parts = _conjuncts(mask_function)
+    packed = any(_is(part, _same_document) for part in parts)
+    rows = _Rows(positions + q_offset, q_offset, not use_vmap, packed)
     left = right = UNLIMITED
     ranges, unknown, words = [], [], []
-    for part in _conjuncts(mask_function):
+    for part in parts:
+        if packed and _is(part, _remapped) and _band(_read(part.args[0])) is not None:
+            part = _read(part.args[0])
         band = _band(part)
         word = "unrecognised"
         if band is not None:

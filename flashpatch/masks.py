@@ -57,11 +57,15 @@ def document_ranges(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, q_le
 def position_ranges(position_ids: torch.Tensor) -> torch.Tensor | None:
     """Key ranges of the documents that position ids [batch, length] restart for; None when they never do.
 
-    Whether they do is asked of the device once per forward, as transformers itself asks where there is no cache.
-    While a graph is traced or captured it cannot be asked, and the ranges are always made.
+    A document begins where positions return to 0. Rows whose positions also repeat or jump elsewhere count something
+    else (the rows, columns or frames of images), and stay whole.
+
+    Whether there are restarts is asked of the device once per forward, as transformers itself asks where there is no
+    cache. While a graph is traced or captured it cannot be asked, and the ranges are always made.
     """
-    first = position_ids[:, :1] - 1
-    restarts = torch.diff(position_ids, prepend=first, dim=-1) != 1
+    breaks = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
+    packed = (~breaks | (position_ids == 0)).all(-1, keepdim=True)
+    restarts = breaks & packed
     blind = torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
     if not blind and not bool(restarts.any()):
         return None
@@ -137,6 +141,14 @@ class MaskSpec:
     @property
     def packed(self) -> bool:
         return "packed" in self.words
+
+    def same_for_all_rows(self) -> bool:
+        """Whether nothing but padding is hidden: then one row of it stands for any number of them."""
+        unlimited = self.left >= UNLIMITED and self.right >= UNLIMITED
+        return unlimited and self.key_ranges is None and (self.mask is None or self.mask.shape[-2] == 1)
+
+    def hides_nothing(self) -> bool:
+        return self.mask is None and self.same_for_all_rows()
 
     def lower(self, k_length: int) -> Lowered:
         """This mask for `k_length` keys (at most `kv_length`: newer keys are then cut off)."""

@@ -187,8 +187,20 @@ def verify_model(
                 raise UnpatchedError(f"{type(model).__name__} fails on these inputs unpatched: {failure}") from failure
             with _implementation(model, "eager"):
                 eager = run("eager", 1)
-                with _upcast(model, wide), _WideSoftmax() if wide is torch.float64 else contextlib.nullcontext():
-                    expected = run(f"eager in {wide}", 2)
+                try:
+                    with _upcast(model, wide), _WideSoftmax() if wide is torch.float64 else contextlib.nullcontext():
+                        expected = run(f"eager in {wide}", 2)
+                    if lost := _lost(eager, expected):
+                        raise FloatingPointError(f"{lost} is not finite")
+                    yardstick = f"eager attention, weights in {_name(wide)}"
+                except Exception as failure:
+                    # Some models compute in fp32 by name and cannot run in a wider dtype.
+                    with _jittered(model):
+                        expected, eager = eager, run("eager with weights rounded anew", 2)
+                    yardstick = (
+                        f"eager attention in {_name(dtype)}, because the model fails in {_name(wide)} "
+                        f"({type(failure).__name__}); its error is what other last bits of the weights change"
+                    )
             input_largest = dict(largest)
             patched, error, declined = None, "", False
             with patcher.apply(model) as patch:
@@ -225,10 +237,10 @@ def verify_model(
     ]  # fmt: skip
     return ModelReport(
         name or type(model).__name__,
-        str(dtype).removeprefix("torch."),
+        _name(dtype),
         str(parameter.device),
         default,
-        f"eager attention, weights in {str(wide).removeprefix('torch.')}",
+        yardstick,
         _model_statement(modules, parameter.device),
         modules,
         comparisons,
@@ -244,9 +256,30 @@ def verify_model(
     )
 
 
+def _lost(eager: _Observation, wide: _Observation) -> str:
+    """What is finite in the model's own dtype and not in the wider one (a mask's lowest number, cast to fp32, is -inf)."""
+    return next(
+        (
+            " ".join(key)
+            for key in eager
+            if key in wide and eager[key].isfinite().all() and not wide[key].isfinite().all()
+        ),
+        "",
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _model_statement(modules: list[ModelModule], device: torch.device) -> str:
     kernels = sum(bool(module.kernels) for module in modules)
     dispatched = sum(module.dispatched for module in modules)
+    if not dispatched:
+        return (
+            f"None of {len(modules)} attention modules called flashpatch, so patching changed nothing and nothing was "
+            "shown; the reason stands at each module."
+        )
     if device.type == "cuda":
         return f"{kernels} of {len(modules)} attention modules ran on a kernel."
     if kernels:
@@ -333,14 +366,26 @@ def _without_padding(tensor: torch.Tensor, inputs: dict, name: str) -> torch.Ten
 
 @contextlib.contextmanager
 def _implementation(model, name: str):
-    """The model with another of transformers' attention implementations, then with its own again."""
-    before = [(config, config._attn_implementation_internal) for config in patcher.configs_of(model)]
+    """The model with another of transformers' attention implementations, then with its own again.
+
+    Experts are computed one by one: torch's grouped products, the default, take no fp64.
+    """
+    names = ("_attn_implementation_internal", "_experts_implementation_internal")
+    before = [
+        (config, field, getattr(config, field))
+        for config in patcher.configs_of(model)
+        for field in names
+        if hasattr(config, field)
+    ]
     try:
         model.set_attn_implementation(name)
+        for config, field, _ in before:
+            if field == names[1]:
+                setattr(config, field, "eager")
         yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+        for config, field, implementation in before:
+            setattr(config, field, implementation)
 
 
 @contextlib.contextmanager
@@ -354,6 +399,22 @@ def _upcast(model, dtype: torch.dtype):
         yield
     finally:
         for tensor, data in zip(tensors, narrow, strict=True):
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def _jittered(model):
+    """The model's floating-point parameters with other last bits, then the very same tensors again."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [tensor for tensor in model.parameters() if tensor.is_floating_point()]
+    exact = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            noise = torch.rand(tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+            tensor.data = tensor.data * (1 + 4 * torch.finfo(tensor.dtype).eps * noise).to(tensor.dtype)
+        yield
+    finally:
+        for tensor, data in zip(tensors, exact, strict=True):
             tensor.data = data
 
 

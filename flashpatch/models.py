@@ -282,7 +282,7 @@ class _Inputs:
     def make(self, padding: str | None) -> dict[str, torch.Tensor]:
         inputs = {}
         main = getattr(self.model, "main_input_name", "input_ids")
-        if main == "input_ids" or "input_ids" in self.takes:
+        if "input_ids" in self.takes:
             inputs["input_ids"] = self.tokens(self.seqlen)
             inputs.update(self.images_in_text(inputs["input_ids"]))
             if padding is not None:
@@ -290,6 +290,8 @@ class _Inputs:
         beside_text = "pixel_values" in self.takes and self.image_token() is None
         if (beside_text or main in ("pixel_values", "pixel_values_videos")) and "pixel_values" not in inputs:
             inputs.update(self.images())
+        elif "grid_thw" in self.takes and not inputs:
+            inputs.update(self.patches())
         if main == "input_features":
             inputs["input_features"] = self.spectrogram()
         elif main == "input_values":
@@ -368,15 +370,27 @@ class _Inputs:
             images["mm_token_type_ids"] = (ids == token).long()
         return images
 
-    def images(self) -> dict[str, torch.Tensor]:
+    def patches(self) -> dict[str, torch.Tensor]:
+        """Images of any size as a list of patches, with the rows and columns of each."""
         vision = self.vision_config()
-        channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-        patch = getattr(vision, "patch_size", None) or 16
-        if "image_grid_thw" in self.takes:
-            side = 2 * (getattr(vision, "spatial_merge_size", None) or 1)
-            width = channels * (getattr(vision, "temporal_patch_size", None) or 1) * patch * patch
-            grid = torch.tensor([[1, side, side]] * self.batch, device=self.device)
-            return {"pixel_values": self.noise(self.batch * side * side, width), "image_grid_thw": grid}
+        channels, patch = self.channels(vision), getattr(vision, "patch_size", None) or 16
+        side = 2 * (getattr(vision, "spatial_merge_size", None) or 1)
+        width = channels * (getattr(vision, "temporal_patch_size", None) or 1) * patch * patch
+        grid = torch.tensor([[1, side, side]] * self.batch, device=self.device)
+        names = ("pixel_values", "hidden_states")
+        name = next((name for name in names if name in self.takes), names[0])
+        grid_name = "grid_thw" if "grid_thw" in self.takes else "image_grid_thw"
+        return {name: self.noise(self.batch * side * side, width), grid_name: grid}
+
+    def channels(self, vision) -> int:
+        found = (getattr(vision, name, None) for name in ("num_channels", "in_channels", "in_chans"))
+        return next((count for count in found if isinstance(count, int) and count), 3)
+
+    def images(self) -> dict[str, torch.Tensor]:
+        if "image_grid_thw" in self.takes or "grid_thw" in self.takes:
+            return self.patches()
+        vision = self.vision_config()
+        channels = self.channels(vision)
         size = getattr(vision, "image_size", None) or 224
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         frames = getattr(vision, "num_frames", None) or getattr(vision, "frames_per_clip", None)

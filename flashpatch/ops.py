@@ -71,8 +71,11 @@ def expanded(call: Call, q, k) -> Call:
         batch, seqlen_q, heads, _ = q.shape
         shape = (batch, heads, seqlen_q, k.shape[1])
         if call.bias is not None:
-            # contiguous, because kernels write its gradient in the strides of the bias
-            call.bias = call.bias.contiguous().expand(shape)
+            # a gradient has all elements of a bias that came expanded; and rows in one piece are read fastest
+            given = call.bias
+            repeated = given.requires_grad and 0 in given.stride()
+            scattered = given.stride(-1) != 1 and given.shape[-1] > 1
+            call.bias = (given.contiguous() if repeated or scattered else given).expand(shape)
         if call.mask is not None:
             call.mask = call.mask.expand(shape)
         if call.key_ranges is not None:
@@ -164,16 +167,24 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         inputs = (dout, dlogsumexp, q, k, v, out, logsumexp)
+        call.bias_gradient = ctx.needs_input_grad[3]
         if traced:
             gradients = _backward_op(*inputs, *_flat(call), strict, layer)
         else:
             gradients = execution.backward(*inputs, call, layer, strict)
         dq, dk, dv, dbias, dsinks = gradients
-        return dq, dk, dv, None if bias is None else _like(dbias, bias), None if sinks is None else _like(dsinks, sinks)
+        dbias = _like(dbias, bias) if dbias is not None and ctx.needs_input_grad[3] else None
+        return dq, dk, dv, dbias, None if sinks is None else _like(dsinks, sinks)
 
 
 # What torch's Function.apply comes down to where no function transform is active (`_is_eager`): 2 us less.
 _apply = super(torch.autograd.Function, _Attention).apply
+
+
+NO_SECOND_DERIVATIVE = (
+    "flashpatch attention has no second derivative; for create_graph=True use the model's eager attention "
+    '(model.set_attn_implementation("eager"), or Patch.restore())'
+)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -185,10 +196,59 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError(
-            "flashpatch attention has no second derivative; for create_graph=True use the model's eager attention "
-            '(model.set_attn_implementation("eager"), or Patch.restore())'
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """The same for torch.func (grad, vjp, jacrev, and vmap of them), which needs every tensor as an argument."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs):
+        return _forward_op(*inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        ctx.save_for_backward(*output, *tensors)
+        ctx.places = [isinstance(value, torch.Tensor) for value in inputs]
+        ctx.values = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlogsumexp):
+        out, logsumexp, *tensors = ctx.saved_tensors
+        tensors = iter(tensors)
+        inputs = [next(tensors) if place else value for place, value in zip(ctx.places, ctx.values, strict=True)]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv, dbias, dsinks = _TransformedBackward.apply(
+            dout, dlogsumexp, *inputs[:3], out, logsumexp, *inputs[3:]
         )
+        gradients = [None] * len(inputs)
+        gradients[:3] = dq, dk, dv
+        for index, gradient in ((3, dbias), (7, dsinks)):  # bias and sinks in the order of _CALL_SCHEMA
+            gradients[index] = gradient if ctx.places[index] else None
+        return tuple(gradients)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward operator with no derivative of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs):
+        return _backward_op(*inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 def _needs_gradient(q, k, v, call: Call) -> bool:
@@ -310,7 +370,7 @@ def attention(
             out, logsumexp = _run(q, k, v, call, DIRECT, on_decline == "error", return_logsumexp)
             return (out, logsumexp) if return_logsumexp else out
     problems = check(
-        q, k, v, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k,
         on_decline=on_decline,
@@ -355,10 +415,11 @@ _MOST_KNOWN = 4096
 
 
 def _is_eager(q: torch.Tensor) -> bool:
-    """Whether nobody traces, transforms or casts: then the operators' bodies can be called directly."""
+    """Whether nobody traces, transforms, casts or asks for shapes alone: then the operators' bodies can be called directly."""
     return not (
         torch.compiler.is_compiling()
         or q.__class__ is not torch.Tensor
+        or q.is_meta
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
@@ -382,23 +443,24 @@ def attend(
     if k.dtype != q.dtype or v.dtype != q.dtype:
         q, k, v = _common_dtype(q, k, v)
     if not _is_eager(q):
-        _refuse_transforms(q, k, v)
+        if _transformed(q, k, v):
+            return _TransformedAttention.apply(q, k, v, *_flat(call), strict, layer)
         return _forward_op(q, k, v, *_flat(call), strict, layer)
     return _run(q, k, v, call, layer, strict, statistics)
 
 
-def _refuse_transforms(*tensors: torch.Tensor) -> None:
-    """Raise NotImplementedError for derivatives the operators do not have; their silence would be a zero."""
+def _transformed(*tensors: torch.Tensor) -> bool:
+    """Whether torch.func differentiates here. Forward-mode derivatives are refused; their silence would be a zero."""
     if torch.compiler.is_compiling():
-        return
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    names = {level.key().name for level in levels} & {"Grad", "Jvp"}
+        return False
+    names = {level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()}
     dual = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-    if names or dual:
-        what = "torch.func.grad, vjp and jacrev" if names == {"Grad"} else "forward-mode derivatives (jvp, jacfwd)"
+    if "Jvp" in names or dual:
         raise NotImplementedError(
-            f"flashpatch attention has no {what}; use tensor.backward() or torch.autograd.grad, or eager attention"
+            "flashpatch attention has no forward-mode derivatives (jvp, jacfwd, hessian); use tensor.backward(), "
+            "torch.autograd.grad, torch.func.grad, vjp or jacrev, or eager attention"
         )
+    return "Grad" in names
 
 
 def _run(q, k, v, call: Call, layer: int, strict: bool, statistics: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

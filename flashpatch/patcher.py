@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import counting, interface, tagging
+from . import counting, inlined, interface, tagging
 from .interface import NAME, source_of
 from .tagging import Tag
 
@@ -50,8 +50,8 @@ def _computes(cls: type) -> bool:
 def attention_modules(model) -> list[tuple[str, torch.nn.Module, str | None]]:
     """Every attention module of a model as (path, module, None or why it cannot be reached).
 
-    Reachable ones dispatch by name. Of the others only those are listed that compute attention themselves: the wrappers
-    around attention modules, which bear similar names, do not.
+    Reachable ones dispatch by name, or compute attention in code that `inlined` reads. Of the others only those are
+    listed that compute attention themselves: the wrappers around attention modules, which bear similar names, do not.
     """
     found = []
     for path, module in model.named_modules():
@@ -60,6 +60,8 @@ def attention_modules(model) -> list[tuple[str, torch.nn.Module, str | None]]:
             continue
         if _dispatches(cls):
             found.append((path, module, _refusal(cls)))
+        elif inlined.where(cls) is not None:
+            found.append((path, module, None))
         elif "attention" in cls.__name__.lower() and _computes(cls):
             inner = [child for child in module.modules() if child is not module and _dispatches(type(child))]
             if not inner:
@@ -131,7 +133,7 @@ class PatchReport:
         return len(self.rows)
 
 
-def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None) -> ModuleRow:
+def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None, config=None) -> ModuleRow:
     if tag is None:
         return ModuleRow(path, class_name, False, False, None, [("not_dispatched", obstacle)])
     counts = counting.counts(tag.layer)
@@ -150,6 +152,10 @@ def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None) -> M
             )
         else:
             reasons.insert(0, ("not_dispatched", "no forward has brought it to flashpatch since it was patched"))
+    now = getattr(config, "_attn_implementation", NAME)
+    if now != NAME:
+        text = f"its configuration was set to {now!r} after it was patched; flashpatch.apply(model) switches it again"
+        reasons = [("switched_away", text), *(reason for reason in reasons if reason[0] != "not_dispatched")]
     forward = sorted(kernel for kernel in counts.launches if "forward" in kernel)
     return ModuleRow(
         path, class_name, True, reached, ", ".join(forward) or None, reasons, counts.calls, counts.recomputes,
@@ -161,17 +167,18 @@ def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None) -> M
 class Patch:
     """A patched model. `report` says what ran; `restore()` (or leaving `with`) puts everything back as it was."""
 
-    def __init__(self, model, entries, configs, tags):
+    def __init__(self, model, entries, configs, tags, handles):
         self.model = model
-        self._entries = entries  # (path, class name, tag or None, obstacle or None)
+        self._entries = entries  # (path, class name, tag or None, obstacle or None, config it reads or None)
         self._configs = configs  # (config, implementation before)
         self._tags = tags  # (module, our tag, tag before)
+        self._handles = handles  # of the hooks on modules whose attention is read
         self._masks_before = counting.counts(interface.model_code).mask_materialised
         self.active = True
 
     @property
     def report(self) -> PatchReport:
-        rows = [_row(*entry) for entry in self._entries]
+        rows = [_row(*entry[:4], entry[4] if self.active else None) for entry in self._entries]
         made = counting.counts(interface.model_code).mask_materialised - self._masks_before
         return PatchReport(type(self.model).__name__, rows, made)
 
@@ -180,7 +187,7 @@ class Patch:
         if not self.active:
             return
         self.active = False
-        _put_back(self._configs, self._tags)
+        _put_back(self._configs, self._tags, self._handles)
 
     def __enter__(self) -> Patch:
         return self
@@ -194,7 +201,9 @@ class Patch:
         return f"<Patch of {type(self.model).__name__}: {switched} of {len(self._entries)} attention modules, {state}>"
 
 
-def _put_back(configs, tags) -> None:
+def _put_back(configs, tags, handles) -> None:
+    for handle in handles:
+        handle.remove()
     for config, before in configs:
         if config._attn_implementation_internal == NAME:
             config._attn_implementation_internal = before
@@ -227,27 +236,30 @@ def apply(model: torch.nn.Module, *, strict: bool | None = None) -> Patch:
     configs = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     modules = attention_modules(model)
     strict = bool(strict)
-    entries, tags = [], []
+    entries, tags, handles = [], [], []
     try:
         if not any(_is_refused(obstacle, module) for _, module, obstacle in modules):
             for root in roots:
                 _switch(root)
         for path, module, obstacle in modules:
             config = getattr(module, "config", None)
-            if obstacle is None and getattr(config, "_attn_implementation", NAME) != NAME:
+            read = inlined.where(type(module)) is not None
+            if obstacle is None and not read and getattr(config, "_attn_implementation", NAME) != NAME:
                 obstacle = f"its configuration still says {config._attn_implementation!r}"
             tag = None
             if obstacle is None:
                 before = getattr(module, "_flashpatch", None)
+                if read and (before is None or not before.alive):
+                    handles += inlined.attach(module)
                 tag = tagging.tag_module(module, path or type(module).__name__, strict, tagging.parents_of(model, path))
                 tags.append((module, tag, before))
-            entries.append((path, type(module).__name__, tag, obstacle))
+            entries.append((path, type(module).__name__, tag, obstacle, None if read else config))
     except BaseException:
-        _put_back(configs, tags)
+        _put_back(configs, tags, handles)
         for config, _ in configs:
             config.__dict__.pop("_attn_was_changed", None)
         raise
-    return Patch(model, entries, configs, tags)
+    return Patch(model, entries, configs, tags, handles)
 
 
 def _is_refused(obstacle: str | None, module) -> bool:
@@ -290,6 +302,9 @@ def _switch(root) -> None:
             # A stack with its own copy of the configuration (T5's encoder and decoder) is not reached from above.
             if isinstance(submodel, pretrained) and submodel.config._attn_implementation != NAME:
                 submodel.set_attn_implementation(NAME)
+            # Where attention is hard-coded the name still says how masks are built.
+            if isinstance(submodel, pretrained) and inlined.masks_by_name(submodel):
+                submodel.config._attn_implementation_internal = NAME
     finally:
         logging.set_verbosity(level)
 
@@ -301,7 +316,9 @@ def report(model: torch.nn.Module) -> PatchReport:
     for path, module, obstacle in attention_modules(model):
         tag = getattr(module, "_flashpatch", None)
         config = getattr(module, "config", None)
-        if obstacle is None and tag is None and getattr(config, "_attn_implementation", None) != NAME:
+        if obstacle is None and tag is None and inlined.where(type(module)) is not None:
+            obstacle = f"{type(module).__name__} computes attention itself; flashpatch.apply(model) reads it there"
+        elif obstacle is None and tag is None and getattr(config, "_attn_implementation", None) != NAME:
             obstacle = f"its configuration says {getattr(config, '_attn_implementation', None)!r}"
         if obstacle is None and tag is None:
             tag = tagging.tag_module(module, path, False, tagging.parents_of(model, path))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,8 @@ FLAGS = {
     "has_window": {"causal", "window"},
     "has_key_ranges": {"key_ranges"},
     "has_mask": {"mask"},
-    "has_bias": {"bias"},
+    "has_bias": {"bias", "wide_bias"},
+    "wide_bias": {"wide_bias"},
     "has_alibi": {"alibi"},
     "has_softcap": {"softcap"},
     "has_sinks": {"sinks"},
@@ -88,12 +90,18 @@ class Matrix:
     # (generation, direction, dtype, head_dim, feature) -> reason
     unsupported: dict[tuple[str, str, str, int, str], str]
     excludes: tuple[tuple[frozenset[str], frozenset[str], str], ...]  # (features together, directions, reason)
-    head_dims: tuple[int, ...]
+    head_dims: tuple[int, ...]  # of q and k
+    head_dims_v: tuple[int, ...]
+    short_seqlen: int  # sequences up to this long count as short
     tiles: dict[str, dict[int, tuple[dict, ...]]]
 
     def bucket(self, head_dim: int) -> int | None:
         """The smallest padded head dim that holds `head_dim`."""
         return next((bucket for bucket in self.head_dims if head_dim <= bucket), None)
+
+    def bucket_v(self, head_dim_v: int) -> int | None:
+        """The same for the head dim of v, of which fewer sizes are compiled."""
+        return next((bucket for bucket in self.head_dims_v if head_dim_v <= bucket), None)
 
     def cell(self, kernel: str, generation: str, dtype: str, head_dim: int, feature: str) -> Cell | None:
         return self.cells.get((kernel, generation, dtype, head_dim, feature))
@@ -145,6 +153,8 @@ def load_matrix(data: dict) -> Matrix:
             for entry in data.get("excludes", ())
         ),
         head_dims=head_dims,
+        short_seqlen=data["short_seqlen"],
+        head_dims_v=tuple(data.get("head_dims_v", head_dims)),
         tiles={
             kernel: {head_dim: tuple(tiles) for head_dim, tiles in table.items()}
             for kernel, table in data["tiles"].items()
@@ -282,13 +292,17 @@ def _plain(name: str) -> str:
 # ---- the decision ----
 
 
-def resolve(problem: Problem, device: Device) -> Plan | Decline:
-    """The kernel that runs `problem` on `device`, or every reason why none does."""
+def resolve(problem: Problem, device: Device, kernels: Collection[str] | None = None) -> Plan | Decline:
+    """The kernel that runs `problem` on `device`, or every reason why none does; `kernels` limits the choice."""
     matrix = support()
     reasons, buckets = _head_dim_reasons(problem, matrix)
     if not reasons:
         wanted = sorted(problem.features | {"plain"})
-        candidates = [name for name, direction in matrix.kernels.items() if direction == problem.direction]
+        candidates = [
+            name
+            for name, direction in matrix.kernels.items()
+            if direction == problem.direction and (kernels is None or name in kernels)
+        ]
         for kernel in candidates:
             cells = [matrix.cell(kernel, device.generation, problem.dtype, max(buckets), f) for f in wanted]
             if all(cells) and not _excluded(problem, matrix):
@@ -319,12 +333,14 @@ def stand_in_note(kernel: str, device: Device) -> str:
 
 def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], tuple[int, int]]:
     reasons, buckets = [], []
-    for label, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        bucket = matrix.bucket(size)
+    for label, size, bucket, sizes in (
+        ("head_dim", problem.head_dim, matrix.bucket(problem.head_dim), matrix.head_dims),
+        ("head_dim_v", problem.head_dim_v, matrix.bucket_v(problem.head_dim_v), matrix.head_dims_v),
+    ):
         if size % 8 or size == 0:
             reasons.append(Reason("head_dim", f"{label} {size} is not a multiple of 8"))
         elif bucket is None:
-            reasons.append(Reason("head_dim", f"{label} {size} is above {max(matrix.head_dims)}, the largest compiled"))
+            reasons.append(Reason("head_dim", f"{label} {size} is above {max(sizes)}, the largest compiled"))
         buckets.append(bucket or 0)
     return reasons, (buckets[0], buckets[1])
 
@@ -399,11 +415,13 @@ def _shared_memory_reason(problem: Problem, device: Device) -> Reason:
 
 
 def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matrix) -> Config | None:
-    """The first tile of the kernel's table that fits the device's shared memory."""
+    """The first tile of the kernel's table that is for such a problem and fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {key: value for key, value in tile.items() if key not in ("why", "features", "spill_bytes")}
+        sizes = {key: value for key, value in tile.items() if key not in ("features", "short", "spill_bytes")}
         if not set(tile.get("features", problem.features)) <= problem.features:
+            continue
+        if tile.get("short", problem.short) != problem.short:
             continue
         config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags)
         if shared_memory(config) <= device.shared_memory:
@@ -411,18 +429,27 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     return None
 
 
+def value_parts(config: Config) -> int:
+    """Blocks that share the columns of out of one query block, as forward_sm80.cu's kVParts has it."""
+    return 2 if config.kernel == "forward_sm80" and config.head_dim_v > 256 else 1
+
+
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
+    bias = m * n * (4 if config.wide_bias else 2) if config.has_bias else 0
     if config.kernel in ("forward_sm80", "forward_sm75"):
-        tiles = 2 * (m * d + stages * n * (d + dv))
+        dv //= value_parts(config)
+        tiles = 2 * (m * d + stages * n * (d + dv)) + bias
         return max(tiles, 2 * m * dv) + 16 * config.num_warps
     if config.kernel in ("backward_sm80", "backward_sm75"):
         split = config.num_warps * 16 > n
         tiles = 2 * (n * (d + dv) + stages * m * (d + dv) + n * m * (2 if split else 1))
-        return tiles + 8 * m + (8 * m if config.has_key_ranges else 0)
+        return tiles + bias + 8 * m + (8 * m if config.has_key_ranges else 0)
     if config.kernel in ("backward_dq", "backward_dq_sm75"):
         return 2 * m * d
+    if config.kernel in ("forward_mask", "backward_mask"):
+        return m * n // 8
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
     if config.kernel == "forward_sm90":

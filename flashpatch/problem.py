@@ -17,6 +17,7 @@ class Problem:
 
     `features` names what the call asks for beyond plain attention, in the matrix's words
     (`compat_matrix.yaml`, `features`): causal, window, gqa, varlen, seqused_k, key_ranges, mask, softcap, ...
+    `short`: no sequence is longer than the matrix's `short_seqlen`; it only chooses between tiles.
     """
 
     direction: str
@@ -24,6 +25,7 @@ class Problem:
     head_dim: int
     head_dim_v: int
     features: frozenset[str] = frozenset()
+    short: bool = False
 
     def backward(self) -> Problem:
         """The backward of this forward."""
@@ -74,6 +76,7 @@ class Config:
     has_sinks: bool = False
     has_dropout: bool = False
     deterministic: bool = False
+    wide_bias: bool = False  # fp32 beside q, k, v of 16 bits
 
 
 @dataclass(frozen=True)

@@ -193,11 +193,11 @@ def _negative_giou(a, b):
 
 
 def philox(counter, key):
-    """Philox4x32-10 (Salmon et al., SC 2011): numpy uint32 arrays, four of counter and two of key, to four words."""
+    """Philox4x32-7 (Salmon et al., SC 2011): numpy uint32 arrays, four of counter and two of key, to four words."""
     c0, c1, c2, c3 = (numpy.asarray(c, dtype=numpy.uint64) for c in counter)
     k0, k1 = (int(k) for k in key)
     low, word = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
-    for _ in range(10):
+    for _ in range(7):
         first = numpy.uint64(0xD2511F53) * c0
         second = numpy.uint64(0xCD9E8D57) * c2
         c0 = (second >> word) ^ c1 ^ numpy.uint64(k0)
@@ -210,15 +210,17 @@ def philox(counter, key):
 def dropout_keep(rng_state, dropout_p, batch, num_heads, seqlen_q, seqlen_k):
     """What dropout keeps for a Philox state (seed, offset): bool [batch, num_heads, seqlen_q, seqlen_k], on the CPU.
 
-    Element by element from the definition: counter (j >> 1, ((i >> 4) << 3) | (i & 7), b * num_heads + h, offset),
-    word ((i >> 3) & 1) * 2 + (j & 1), kept if word >= floor(dropout_p * 2^32) with dropout_p in fp32.
+    Element by element from the definition: counter (((j >> 4) << 2) | ((j >> 1) & 3), ((i >> 4) << 3) | (i & 7),
+    b * num_heads + h, offset), word ((i >> 3) & 1) * 2 + (j & 1), its upper 16 bits if j & 8, else its lower; kept if
+    these are >= floor(dropout_p * 2^16 + 1/2), at most 2^16 - 1, with dropout_p in fp32.
     """
     seed, offset = (int(x) % 2**64 for x in rng_state)
     head = numpy.arange(batch * num_heads).reshape(batch, num_heads, 1, 1)
     i = numpy.arange(seqlen_q).reshape(-1, 1)
     j = numpy.arange(seqlen_k)
-    counter = numpy.broadcast_arrays(j >> 1, ((i >> 4) << 3) | (i & 7), head, offset % 2**32)
+    counter = numpy.broadcast_arrays(((j >> 4) << 2) | ((j >> 1) & 3), ((i >> 4) << 3) | (i & 7), head, offset % 2**32)
     words = numpy.stack(philox(counter, (seed % 2**32, seed >> 32)))
     chosen = numpy.broadcast_to(((i >> 3) & 1) * 2 + (j & 1), words.shape[1:])
     word = numpy.take_along_axis(words, chosen[None], axis=0)[0]
-    return torch.from_numpy(word >= math.floor(float(numpy.float32(dropout_p)) * 2**32))
+    bits = numpy.where(j & 8, word >> 16, word & 0xFFFF)
+    return torch.from_numpy(bits >= min(math.floor(float(numpy.float32(dropout_p)) * 2**16 + 0.5), 2**16 - 1))

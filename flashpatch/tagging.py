@@ -12,7 +12,7 @@ from . import counting
 class Tag:
     """What a patched attention module knows: the number it counts under, and whether a decline is an error there.
 
-    Copies and pickles of the module come without it.
+    Copies and pickles of the module come without it; a pickle brings flashpatch in, whose name its config has.
     """
 
     __slots__ = ("alive", "layer", "parents", "strict")
@@ -35,7 +35,12 @@ class Tag:
         return None
 
     def __reduce__(self):
-        return type(None), ()
+        return untagged, ()
+
+
+def untagged() -> None:
+    """What a pickled tag becomes. Importing it has registered the name `fpatch`, so that the model runs patched."""
+    return None
 
 
 _adopted: list[weakref.ref] = []  # models that took the name while they were built, as `enable` makes them

@@ -62,9 +62,9 @@ def folders(tmp_path_factory):
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     llama = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)
-    bloom = transformers.BloomConfig(vocab_size=60, hidden_size=64, n_layer=2, n_head=4)
+    gpt = transformers.OpenAIGPTConfig(vocab_size=60, n_embd=64, n_layer=2, n_head=4, n_positions=64)
     transformers.LlamaForCausalLM(llama).save_pretrained(root / "llama")
-    transformers.BloomForCausalLM(bloom).save_pretrained(root / "bloom")
+    transformers.OpenAIGPTLMHeadModel(gpt).save_pretrained(root / "hard-coded")
     broken = transformers.LlamaForCausalLM(llama)
     broken.model.layers[0].self_attn.v_proj.weight.data[0, 0] = math.nan
     broken.save_pretrained(root / "broken")
@@ -266,7 +266,7 @@ def test_verify_model_can_insist(folders, option):
 
 
 def test_a_model_that_never_dispatches_is_not_verified(folders):
-    code, report = run_json("verify", folders / "bloom", *SHORT, "--no-backward")
+    code, report = run_json("verify", folders / "hard-coded", *SHORT, "--no-backward")
     assert code == 3 and not any(module["dispatched"] for module in report["modules"])
 
 
@@ -348,7 +348,7 @@ def test_apply_on_emulated_kernels(folders, monkeypatch):
 
 def test_apply_exit_codes(folders):
     assert run("apply", folders / "llama", *SHORT, "--strict").exit_code == 3
-    result = run("apply", folders / "bloom", *SHORT)
+    result = run("apply", folders / "hard-coded", *SHORT)
     assert result.exit_code == 3 and "0 of 2 attention modules called flashpatch" in result.stdout
     result = run("apply", folders / "broken", *SHORT)
     assert result.exit_code == 1 and "not finite" in result.stdout
@@ -440,7 +440,7 @@ def test_audit_of_a_model(folders):
     assert code == 0 and report["modules"][0]["forward"] == "forward_sm75 (compiled)"
     code, report = run_json("audit", folders / "llama", "--gpu", "v100", "--strict")
     assert code == 3 and report["modules"][0]["reasons"][0].startswith("generation")
-    code, report = run_json("audit", folders / "bloom", "--gpu", "h200")
+    code, report = run_json("audit", folders / "hard-coded", "--gpu", "h200")
     assert code == 3 and not report["modules"][0]["dispatched"]
 
 
@@ -491,10 +491,10 @@ def test_audit_of_every_generation(folders):
 
 
 def test_a_model_that_is_not_dispatched_has_no_squares_to_show(folders):
-    code, report = run_json("audit", folders / "bloom", "--all", "--dtype", "bf16")
+    code, report = run_json("audit", folders / "hard-coded", "--all", "--dtype", "bf16")
     assert code == 3 and report["dispatched"] == 0 and report["reasons"]
     assert {square["status"] for square in report["squares"]} == {"fallback"}
-    assert "not dispatched" in run("audit", folders / "bloom", "--all", "--svg", "-").stdout
+    assert "not dispatched" in run("audit", folders / "hard-coded", "--all", "--svg", "-").stdout
 
 
 def test_pictures_are_complete_and_need_nothing_from_outside(folders, tmp_path):

@@ -166,7 +166,7 @@ def test_an_encoder_sees_everything_and_a_vision_tower_keeps_its_length():
 
 
 def test_hard_coded_attention_is_named_and_not_counted():
-    report = cost(transformers.BloomConfig(vocab_size=60, hidden_size=64, n_layer=2, n_head=4))
+    report = cost(transformers.OpenAIGPTConfig(vocab_size=60, n_embd=64, n_layer=2, n_head=4, n_positions=1024))
     assert len(report.undispatched) == 2 and report.layers == []
     assert "nothing to count" in report.statement
 
@@ -184,13 +184,19 @@ def test_ceilings_are_the_measured_ones():
             rows = expected.setdefault(key, {}).setdefault(shape["seqlen"], [None, None])
             rows[timing["direction"] == "backward"] = timing["tflops"]
     limits, speeds = costing.ceilings("h200")
-    assert speeds == expected and limits.measured
+    # a recording differs from the next by what the card's clock does
+    assert speeds.keys() == expected.keys() and limits.measured
+    for key, rows in expected.items():
+        assert speeds[key].keys() == rows.keys()
+        for length, rates in rows.items():
+            assert speeds[key][length] == pytest.approx(rates, rel=0.1), (key, length)
+    assert limits.matmul_tflops == pytest.approx(measured["ceiling_tflops"], rel=0.1)
 
 
 def test_time_and_money():
     report = cost(llama(num_attention_heads=1, num_key_value_heads=1), contexts=(16384,), price_per_gpu_hour=3.6)
     kernel = report.contexts[0].with_kernel
-    _, speeds = costing.ceilings("h200")
+    limits, speeds = costing.ceilings("h200")
     rates = speeds["64 causal"][16384]
     assert kernel.forward_milliseconds == pytest.approx(kernel.forward_flops / rates[0] / 1e9)
     assert kernel.backward_milliseconds == pytest.approx(kernel.backward_flops / rates[1] / 1e9)
@@ -198,7 +204,9 @@ def test_time_and_money():
     both = kernel.forward_milliseconds + kernel.backward_milliseconds
     assert kernel.training_price == pytest.approx(both * 1e-6)
     eager = report.contexts[0].without
-    assert eager.forward_milliseconds == pytest.approx(eager.forward_bytes / 4.24e9 + eager.forward_flops / 728e9)
+    assert eager.forward_milliseconds == pytest.approx(
+        eager.forward_bytes / 4.24e9 + eager.forward_flops / (limits.matmul_tflops * 1e9)
+    )
     assert report.contexts[0].decode_milliseconds == pytest.approx(report.contexts[0].kv_cache_bytes / 4.24e9)
 
 

@@ -15,8 +15,8 @@ KERNELS = ROOT / "cuda_src"
 
 # Lowest first. A module imports from layers below its own, never from its own or from above.
 LAYERS = [
-    {"problem", "call", "tolerance", "arguments"},
-    {"reference", "counting"},
+    {"problem", "call", "tolerance", "arguments", "families", "mask_kinds", "observations"},
+    {"reference", "counting", "findings", "profiles", "dense_tracking", "sdpa_reasons"},
     {"masks", "tagging"},
     {"mask_functions"},
     {"planning"},
@@ -26,9 +26,11 @@ LAYERS = [
     {"execution", "pair_launching"},
     {"ops", "pairs", "captures"},
     {"interface"},
+    {"inlined"},
     {"patcher"},
-    {"registration", "models", "model_verification", "environment"},
+    {"registration", "models", "model_verification", "environment", "tracing"},
     {"verification", "auditing", "benchmarking"},
+    {"feature_costs", "roofline"},
     {"evidence", "costing"},
     {"cli"},
 ]

@@ -320,10 +320,49 @@ def test_derivatives_that_do_not_exist_are_refused_not_zero():
     q, k, v = qkv()
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
-    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad"):
-        torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.func.grad(lambda q: torch.func.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         attention(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+
+
+def test_function_transforms_give_the_gradients_of_backward():
+    tensors = [*qkv(), torch.randn(4, 9, 9), torch.randn(4)]
+
+    def loss(q, k, v, bias, sinks):
+        out, logsumexp = attention(q, k, v, causal=True, bias=bias, sinks=sinks, return_logsumexp=True)
+        return (out.square().sum() + logsumexp.sum()) / 9
+
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    every = tuple(range(5))
+    for found in (
+        torch.func.grad(loss, argnums=every)(*tensors),
+        torch.func.vjp(loss, *tensors)[1](torch.ones(())),
+        torch.func.jacrev(loss, argnums=every)(*tensors),
+    ):
+        for ours, plain in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, plain)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        stacked = [torch.stack([tensor, tensor + 1]) for tensor in tensors]
+        each = torch.vmap(torch.func.grad(loss, argnums=every))(*stacked)
+        values = torch.vmap(loss)(*stacked)
+    torch.testing.assert_close(values[0], loss(*tensors))
+    for ours, plain in zip(each, expected, strict=True):
+        torch.testing.assert_close(ours[0], plain)
+
+
+def test_a_bias_that_repeats_itself_and_gets_no_gradient():
+    """ALiBi, say: one row of numbers per head, expanded by stride 0, in training."""
+    q, k, v = (tensor.requires_grad_() for tensor in qkv())
+    row = torch.randn(1, 4, 1, 9)
+    found, expected = (
+        torch.autograd.grad(attention(q, k, v, bias=bias).square().sum(), (q, k, v))
+        for bias in (row.expand(2, 4, 9, 9), row.expand(2, 4, 9, 9).contiguous())
+    )
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain)
 
 
 def test_a_wider_bias_keeps_its_precision():

@@ -98,6 +98,16 @@ def test_packed_documents_equal_separate_runs(name, use_cache):
     torch.testing.assert_close(found.detach(), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("positions", [[0, 0, 0, 0, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 2, 2, 2, 4, 5, 6, 7, 8, 9]])
+def test_image_positions_are_no_documents(positions):
+    """The first axis of multimodal positions stands still in an image and jumps behind it; nothing starts anew there."""
+    model, tokens = BY_NAME["llama"].model(), ids(1)
+    inputs = {"input_ids": tokens, "position_ids": torch.tensor([positions]), "use_cache": True}
+    expected = output(model, inputs).detach()
+    with patcher.apply(model):
+        torch.testing.assert_close(output(model, inputs).detach(), expected, **CLOSE)
+
+
 def test_positions_without_restarts_add_nothing(monkeypatch):
     """Ordinary forwards, with or without a cache, stay on the plain causal path."""
     calls = spied(monkeypatch)

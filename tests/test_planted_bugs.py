@@ -42,17 +42,22 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     num_stages: int = 2
     num_warps: int = 2
+    tile: tuple[int, int] = (32, 32)
     deterministic: bool = False
     softcap: float = 0.0
     dropout_p: float = 0.0
     growing: bool = False  # each key block the kernel comes to scores far higher than the one before
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
-    features: frozenset[str] = field(default_factory=frozenset)  # of key_ranges, mask, bias, alibi, sinks, nan, varlen
+    features: frozenset[str] = field(
+        default_factory=frozenset
+    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen
 
     @property
     def config(self) -> Config:
         flags = {f"has_{name}": name in self.features for name in ("key_ranges", "mask", "bias", "alibi", "sinks")}
+        wide = "wide_bias" in self.features
+        flags |= {"has_bias": flags["has_bias"] or wide, "wide_bias": wide}
         if self.kernel == "forward_sm90":
             tile = (128, 64, 12)
         elif self.kernel == "backward_sm90":
@@ -60,7 +65,7 @@ class Case:
         elif self.kernel == "backward_wide_sm90":
             tile = (64, 64, 12)
         else:
-            tile = (32, 32, self.num_warps)
+            tile = (*self.tile, self.num_warps)
         head_dims = (planning.support().bucket(size) for size in (self.head_dim, self.head_dim_v))
         return Config(
             self.kernel,
@@ -104,8 +109,13 @@ GROWING = forward(growing=True, dtype=torch.float16, seqlen_k=160)
 WIDE_V = forward(head_dim=32, head_dim_v=64)
 HUGE = forward(huge_rows=True, batch=1, heads=1, heads_kv=1, seqlen_q=70)
 SCORES = forward(softcap=4.0, features=("bias", "alibi", "sinks"))
+SMALL_SCORES = forward(softcap=60.0)
+LARGE = forward(head_dim=64, head_dim_v=504, batch=1, heads=1, heads_kv=1, num_stages=1)
 RANGES = forward(features=("key_ranges", "sinks", "nan"))
 MASK = forward(features=("mask", "nan"))
+MASK_OF_HEADS = forward(features=("mask", "mask_of_heads"))
+MASK_LONG = forward(features=("mask", "mask_holes"), batch=1, heads=1, heads_kv=1, seqlen_k=1264)
+WIDE_BIAS = forward(features=("wide_bias",), seqlen_k=80)
 DROPOUT = forward(dropout_p=0.3)
 VARLEN = forward(features=("varlen",), window=(-1, 0))
 BACKWARD = backward()
@@ -115,6 +125,17 @@ BACKWARD_SPLIT = backward(num_warps=4, head_dim=64, head_dim_v=64)
 BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
 BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
+BACKWARD_RANGES = backward(features=("key_ranges",))
+BACKWARD_LATE = backward(features=("key_ranges", "to_the_end"))
+BACKWARD_LARGE = backward(
+    head_dim=504, head_dim_v=504, batch=1, heads=1, heads_kv=1, num_stages=1, num_warps=8, tile=(64, 32)
+)
+BACKWARD_MASK_OF_HEADS = backward(features=("mask", "mask_of_heads"))
+BACKWARD_MASK_LONG = backward(features=("mask", "mask_holes"), batch=1, heads=1, heads_kv=1, seqlen_q=200)
+BACKWARD_WIDE_BIAS = backward(features=("wide_bias",))
+BACKWARD_BIAS_BROADCAST = backward(features=("wide_bias", "broadcast"))
+BACKWARD_BIAS_SPLIT = backward(features=("bias",), num_warps=4, head_dim=64, head_dim_v=64)
+BACKWARD_BIAS_ORDERED = backward(deterministic=True, features=("bias",))
 BACKWARD_DROPOUT = backward(dropout_p=0.3)
 BACKWARD_VARLEN = backward(features=("varlen",))
 TURING_FORWARD = turing("forward_sm75")
@@ -185,12 +206,23 @@ def inputs_of(case: Case) -> Inputs:
         )
         keywords["key_ranges"] = ends.sort(-1).values
         keywords["key_ranges"][:, ::7] = 0
+        if "to_the_end" in case.features:
+            keywords["key_ranges"][..., 1] = case.seqlen_k
     if "mask" in case.features:
         mask = torch.rand((case.batch, 1, case.seqlen_q, case.seqlen_k), generator=generator) < 0.4
         mask[:, :, :, 33:64] = False
+        if "mask_holes" in case.features:  # tiles that are visible as a whole, tiles that are hidden
+            mask[:, :, :, 160:] = torch.rand(case.seqlen_k, generator=generator)[160:] < 0.5
+            mask[:, :, :, 512:640] = True
+            mask[:, :, 64:128] = True
+        if "mask_of_heads" in case.features:
+            mask = torch.rand(full, generator=generator) < 0.4
         keywords["mask"] = mask.expand(full)
     if "bias" in case.features:
         keywords["bias"] = normal(1, case.heads, case.seqlen_q, case.seqlen_k).expand(full)
+    if "wide_bias" in case.features:
+        shape = (case.batch, 1, 1, case.seqlen_k) if "broadcast" in case.features else full
+        keywords["bias"] = torch.randn(shape, generator=generator).expand(full)
     if "alibi" in case.features:
         keywords["alibi_slopes"] = (torch.rand(case.heads, generator=generator) / 4).expand(case.batch, case.heads)
     if "sinks" in case.features:
@@ -225,7 +257,7 @@ def inputs_of(case: Case) -> Inputs:
 
 
 def kept(case: Case, rng_state) -> torch.Tensor:
-    """The dropout mask, by a Philox4x32-10 of our own: one call for keys j & ~1 | {0, 1} of rows i & ~8 | {0, 8}."""
+    """The dropout mask, by a Philox4x32-7 of our own: one call for keys j & ~9 | {0, 1, 8, 9} of rows i & ~8 | {0, 8}."""
     i = numpy.arange(case.seqlen_q, dtype=numpy.uint64)[:, None]
     j = numpy.arange(case.seqlen_k, dtype=numpy.uint64)[None, :]
     seed, offset = (int(x) for x in rng_state)
@@ -233,17 +265,18 @@ def kept(case: Case, rng_state) -> torch.Tensor:
     rows = []
     for row in range(case.batch * case.heads):
         shape = numpy.broadcast_shapes(i.shape, j.shape)
-        counter = [j >> numpy.uint64(1), i // 16 * 8 + i % 8, row, offset]
+        counter = [j // 16 * 4 + j // 2 % 4, i // 16 * 8 + i % 8, row, offset]
         counter = [numpy.broadcast_to(numpy.asarray(c, numpy.uint64), shape) for c in counter]
         keys = [seed & 0xFFFFFFFF, seed >> 32]
-        for _ in range(10):
+        for _ in range(7):
             x, z = counter[0] * numpy.uint64(0xD2511F53), counter[2] * numpy.uint64(0xCD9E8D57)
             high_x, high_z = x >> numpy.uint64(32), z >> numpy.uint64(32)
             first, third = high_z ^ counter[1] ^ numpy.uint64(keys[0]), high_x ^ counter[3] ^ numpy.uint64(keys[1])
             counter = [first, z & low, third, x & low]
             keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
         word = numpy.choose((i // 8 % 2 * 2 + j % 2).astype(int), counter)
-        rows.append(torch.from_numpy((word >= int(case.dropout_p * 2**32)).copy()))
+        bits = word // 2 ** (j // 8 % 2 * 16) % 2**16
+        rows.append(torch.from_numpy((bits >= round(case.dropout_p * 2**16)).copy()))
     return torch.stack(rows).view(case.batch, case.heads, case.seqlen_q, case.seqlen_k)
 
 
@@ -311,7 +344,8 @@ def backward_faults(case: Case):
     k, v = without_nan(inputs)
     leaves = {name: value.detach().clone() for name, value in (("q", inputs.q), ("k", k), ("v", v))}
     if inputs.call.bias is not None:
-        leaves["bias"] = inputs.keywords["bias"][:1].clone()
+        bias = inputs.keywords["bias"]
+        leaves["bias"] = bias[tuple(slice(0, None if stride else 1) for stride in bias.stride())].clone()
     for leaf in leaves.values():
         leaf.requires_grad_()
 
@@ -380,6 +414,8 @@ BUGS = [
     Bug("seqlen.cuh", "32-bit offset", "first + row * stride", "first + (i64)(int)((u32)row * (u32)stride)", "HUGE"),
     Bug("forward_sm80.cu", "past the end", "j_lane == 0 && i < sequence.q_length", "j_lane == 0", "PLAIN"),
     Bug("forward_sm80.cu", "stale block", "n_first = keys.any.begin / kBlockN", "n_first = keys.any.begin / kBlockN + 1", "WINDOW"),
+    Bug("forward_sm80.cu", "wrong columns", "v_of(p, sequence, kv_head).columns_from(first_v)", "v_of(p, sequence, kv_head)", "LARGE"),
+    Bug("forward_sm80.cu", "past the end", "keys.any.end - first, p.head_dim_v - first_v);", "keys.any.end - first, p.head_dim_v);", "LARGE"),
     Bug("forward_sm80.cu", "dropped feature", "if constexpr (kHasDropout) drop(", "if constexpr (false) drop(", "DROPOUT"),
     # softmax
     Bug("softmax.cuh", "missing rescale", "row_sum[m][half] *= factor;", "", "GROWING"),
@@ -399,18 +435,48 @@ BUGS = [
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal + s.window_left + 1)", "j - s.diagonal + s.window_left)", "BACKWARD_WINDOW"),
     Bug("mask.cuh", "skipped block", "first - s.diagonal - s.window_right) / kBlockM", "first - s.diagonal - s.window_right) / kBlockM + 1", "BACKWARD_CAUSAL"),
-    Bug("mask.cuh", "swapped strides", "first = mask + (i * p.mask_stride_row + j *", "first = mask + (j * p.mask_stride_row + i *", "MASK"),
+    Bug("mask_tiles.cuh", "swapped strides", "source = mask + (i * p.mask_stride_row + j *", "source = mask + (j * p.mask_stride_row + i *", "MASK"),
+    Bug("mask_tiles.cuh", "wrong mask", "(p.mask_stride_batch == 0 ? 0 : batch)", "0", "MASK"),
+    Bug("mask_tiles.cuh", "wrong mask", "? 0 : head);", "? 0 : 0);", "MASK_OF_HEADS"),
+    Bug("mask_tiles.cuh", "wrong flag", "all &= count <= 0 || bits == (1u << count) - 1;", "all = all;", "MASK"),
+    Bug("mask_tiles.cuh", "wrong flag", "any |= bits != 0;", "any |= bits == 0xffffu;", "MASK"),
+    Bug("mask_tiles.cuh", "stale flags", "if (i >> 5 == group) return;", "if (group >= 0) return;", "MASK_LONG"),
+    Bug("mask_tiles.cuh", "swapped bits", "0x10204080u", "0x08040201u", "MASK_LONG"),
+    Bug("mask_tiles.cuh", "wrong thread", "+ w) * kThreads + thread_index(), bits", "+ w) * kThreads + (thread_index() ^ 1), bits", "MASK"),
+    Bug("forward_sm80.cu", "stale mask", "hidden = next_hidden, mask_bits = next_mask_bits;", "hidden = true, mask_bits = next_mask_bits;", "MASK_LONG"),
+    Bug("forward_sm80.cu", "no second look", "careful = true, begin();", "careful = true;", "MASK"),
+    Bug("backward_sm80.cu", "bounds forgotten", "if (next_bounded) hide_unseen(mask_bits, block);", "", "BACKWARD_MASK"),
+    Bug("backward_sm80.cu", "wrong head", "(mask_head = b.head)", "(mask_head = b.head) * 0", "BACKWARD_MASK_OF_HEADS"),
+    Bug("backward_sm80.cu", "stale mask", "else next_mask_bits.fill(~0u);", "", "BACKWARD_MASK_LONG"),
+    # bias
+    Bug("bias.cuh", "swapped strides", "(i + r) * bias.stride_row + (j + chunk * kPerChunk) * bias.stride_column", "(j + chunk * kPerChunk) * bias.stride_row + (i + r) * bias.stride_column", "SCORES"),
+    Bug("bias.cuh", "past the end", "i + r < s.q_length ? s.k_length", "true ? s.k_length", "SCORES"),
+    Bug("bias.cuh", "wrong element", "(e * kBiasBytes % 4 * 8)", "0", "SCORES"),
+    Bug("bias.cuh", "wrong column", "column >> 2) + (column & 3) * 4);\n  return", "column >> 2));\n  return", "WIDE_BIAS"),
+    Bug("bias.cuh", "wrong query", "query + n * 8 + (e & 1), column", "query + n * 8, column", "BACKWARD_WIDE_BIAS"),
+    Bug("bias.cuh", "wrong fragment", "frag[m][n * 2 + (e >> 1)]", "frag[m][(e >> 1) * 2 + n]", "BACKWARD_SCORES"),
+    Bug("bias.cuh", "shared tiles", "kDeterministic || p.bias_stride_batch != 0", "p.bias_stride_batch != 0", "BACKWARD_BIAS_ORDERED"),
+    Bug("forward_sm80.cu", "early copy", "sync_warp();  // all lanes have read the warp's rows of the bias", "", "SCORES"),
+    Bug("backward_sm80.cu", "stale bias", "      if constexpr (kHasBias) {\n        if (next.head < group) load_next_bias(next);", "      if constexpr (kHasBias) {\n        if (next.head < group) load_next_bias(block);", "BACKWARD_BIAS_SPLIT"),
+    Bug("backward_bias.cu", "past the end", "if (i < rows && j < keys)", "if (j < keys)", "BACKWARD_SCORES"),
+    Bug("backward_bias.cu", "wrong key", "(e >> 1) * 8;", "(e >> 1) * 4;", "BACKWARD_SCORES"),
     Bug("mask.cuh", "NaN let through", "(~pair & kExponent) == 0 || ", "", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // everybody has looked", "// everybody has looked", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // zeroed", "// zeroed", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "RANGES"),
     # scores
-    Bug("scores.cuh", "sign", "x -= scores.slope_log2", "x += scores.slope_log2", "SCORES"),
-    Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "SCORES"),
-    Bug("scores.cuh", "swapped strides", "first = scores.bias + (i * p.bias_stride_row + j *", "first = scores.bias + (j * p.bias_stride_row + i *", "SCORES"),
+    Bug("scores.cuh", "sign", "x -= scores.slope_log2", "x += scores.slope_log2", "BACKWARD_SCORES"),
+    Bug("scores.cuh", "sign", "score -= scores.slope_log2", "score += scores.slope_log2", "SCORES"),
+    Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "BACKWARD_SCORES"),
+    Bug("scores.cuh", "missing magnitude", "fabsf(distance + ", "(distance + ", "SCORES"),
     Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
-    Bug("scores.cuh", "dropout counter", "{(u32)j >> 1,", "{(u32)j >> 2,", "DROPOUT"),
+    Bug("scores.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
+    Bug("scores.cuh", "wrong half", "(upper ? word : word << 16)", "(upper ? word << 16 : word)", "DROPOUT"),
+    Bug("scores.cuh", "wrong lanes", "odd ? even_key : odd_key, 4)", "odd ? even_key : odd_key, 8)", "BACKWARD_DROPOUT"),
+    Bug("scores.cuh", "beyond its range", "kSmallTanh = 0.4f", "kSmallTanh = 400.f", "SCORES"),
+    Bug("scores.cuh", "wrong polynomial", "first * square * kTanh3", "first * kTanh3", "SMALL_SCORES"),
     # sequences
+    Bug("seqlen.cuh", "overlapping blocks", "s.q_start / kBlockM + s.batch", "s.q_start / kBlockM", "BACKWARD_VARLEN"),
     Bug("seqlen.cuh", "alignment of the diagonal", "s.diagonal = s.k_length - s.q_length;", "s.diagonal = 0;", "CAUSAL"),
     Bug("seqlen.cuh", "keys in use", "smaller(s.k_length, larger(ld_global(p.seqused_k + batch), 0))", "s.k_length", "VARLEN"),
     Bug("seqlen.cuh", "start of a sequence", "s.k_start = begin;", "s.k_start = 0;", "VARLEN"),
@@ -432,6 +498,13 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
+    Bug("backward_sm80.cu", "wrong columns", "(pair * kDqWarpsN + dq_n) * 2)", "dq_n * 2)", "BACKWARD_LARGE"),
+    Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
+    Bug("backward_sm80.cu", "skipped block", "larger(any.begin, first_key) <", "larger(all.begin, first_key) <", "BACKWARD_RANGES"),
+    Bug("backward_sm80.cu", "unmasked block", "next_masked || all.begin > first_key || all.end <", "next_masked || all.end <", "BACKWARD_LATE"),
+    Bug("backward_delta.cu", "wrong hull", "any_end = larger(any_end, shfl_xor(any_end, lanes));", "", "BACKWARD_RANGES"),
+    Bug("backward_delta.cu", "wrong hull", "all_begin = larger(all_begin, begin);", "", "BACKWARD_LATE"),
+    Bug("backward_delta.cu", "lost columns", "c < kChunks; c += kLanes", "c < kLanes; c += kLanes", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "missing scale", "scale(dk_frag, p.softmax_scale);", "", "BACKWARD"),
     Bug("backward_sm80.cu", "missing delta", "dp = s * (dp - (e & 1 ? delta.y : delta.x));", "dp = s * dp;", "BACKWARD"),
     Bug("backward_sm80.cu", "logsumexp base", "row_logsumexp = logsumexp * kLog2e", "row_logsumexp = logsumexp", "BACKWARD"),
@@ -467,8 +540,12 @@ BUGS = [
     Bug("tile_sm90.cuh", "wrong phase", "parity() ^ 1); }  // a fresh", "parity()); }  // a fresh", "HOPPER_FORWARD"),
     Bug("backward_sm90.cu", "dropped fence", "fence_proxy_async();", "", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cu", "missing scale", "store_gradient(dk_frag, p.softmax_scale", "store_gradient(dk_frag, 1.f", "HOPPER_BACKWARD"),
-    Bug("backward_sm90.cu", "dropped wait", "bulk_wait_read<0>();", "", "HOPPER_BACKWARD"),
-    Bug("backward_sm90.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(p, staged, 4 * staged_turn);", "", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cu", "dropped wait", "else if (lane == 0) bulk_wait_read<0>();", "", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cu", "dropped turn", "await_turn(p, walk.record, turns_before(s, n_block, walk.m_block));", "", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDqFull, warpgroup), step >> 1 & 1);", "", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDqEmpty, warpgroup), (dq_step >> 1 & 1) ^ 1);", "{}", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cu", "wrong warpgroup", "const int warpgroup = (step & 1) ^ 1;", "const int warpgroup = step & 1;", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cuh", "one key block for all", "atomic_add_global((u32*)p.dq_turns, 1)", "atomic_add_global((u32*)p.dq_turns, 0)", "HOPPER_ORDERED"),
     Bug("backward_sm90.cu", "added too late", "bulk_wait<0>();", "bulk_wait<1>();", "HOPPER_ORDERED"),
     # Hopper, head dims 192 and 256
     Bug("backward_wide_sm90.cu", "dropped wait", "wait(kQFull, step);                                             // read after write: Q and", "// Q and", "WIDE"),
@@ -477,7 +554,7 @@ BUGS = [
     Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPFull), step & 1);", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDsEmpty, stage), (step >> 1 & 1) ^ 1);", "", "WIDE"),
-    Bug("backward_wide_sm90.cu", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "WIDE"),
+    Bug("backward_sm90.cuh", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong parity", "mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);", "mbarrier_wait(smem.barrier(kPEmpty), step & 1);", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong parity", "step & 1), step >> 1 & 1); };", "step & 1), step & 1); };", "WIDE_CAUSAL"),
     Bug("backward_wide_sm90.cu", "early release", "multiply(p_frag, smem.dout(stage).operand());\n      arrive(smem.barrier(kDoutEmpty, stage));", "arrive(smem.barrier(kDoutEmpty, stage));\n      multiply(p_frag, smem.dout(stage).operand());", "WIDE"),
@@ -506,7 +583,8 @@ BUGS = [
     Bug("backward_sm90.cuh", "start of a sequence", "(int)start + length, kRaggedRows}", "length, kRaggedRows}", "HOPPER_VARLEN"),
     Bug("backward_sm90.cuh", "rows of another sequence", "if (ragged) return {kRaggedRows - length,", "if (ragged) return {kRaggedRows - length - 1,", "HOPPER_VARLEN"),
     # before and after
-    Bug("workspace_sm90.cuh", "overlapping records", "(u32)(s.q_start / kBlockM) + s.batch", "(u32)(s.q_start / kBlockM)", "HOPPER_VARLEN"),
+    Bug("packed_sm90.cuh", "overlapping blocks", "/ rows + b; }", "/ rows; }", "HOPPER_VARLEN"),
+    Bug("packed_sm90.cuh", "wrong sequence", "middle) <= at.block", "middle) < at.block", "HOPPER_VARLEN"),
     Bug("backward_prepare_sm90.cu", "missing dlogsumexp", "if (p.dlogsumexp) delta -=", "if (false) delta -=", "WIDE"),
     Bug("backward_prepare_sm90.cu", "not zeroed", "i < kDqFloats / (4 * kThreads); ++i", "i < kDqFloats / (4 * kThreads) - 1; ++i", "WIDE"),
     Bug("backward_prepare_sm90.cu", "partial sum", "int lanes = kLanes / 2; lanes > 0", "int lanes = kLanes / 2; lanes > 1", "WIDE"),

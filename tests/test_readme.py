@@ -130,3 +130,11 @@ def test_speed_table_is_what_was_measured():
     table = README.split("<!-- speed:begin -->\n")[1].split("\n<!-- speed:end -->")[0]
     assert table == benchmarking.speed_table(report)
     assert f"{report['host_microseconds']['flashpatch']:.0f} µs" in README
+
+
+def test_feature_table_is_what_was_measured():
+    from flashpatch import feature_costs
+
+    report = json.loads((ROOT / "tests" / "evidence" / "h200_features.json").read_text())
+    table = README.split("<!-- features:begin -->\n")[1].split("\n<!-- features:end -->")[0]
+    assert table == feature_costs.table(report)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo  # the first dispatch mode imports it, which must not happen while a test replaces torch.device
 import yaml
 
 from flashpatch import cases, compiler, evidence, fallback, launcher, planning, verification
@@ -229,6 +230,11 @@ def test_compiled_only_is_not_passed(monkeypatch):
     assert "not run" in report.statement
 
 
+def test_results_without_elements_are_bit_equal_in_any_strides():
+    nothing = torch.empty_like(torch.empty(1, dtype=torch.float16).expand(2, 0, 4))
+    assert verification._bit_equal(nothing, nothing) and not verification._bit_equal(nothing, torch.empty(2, 0, 5))
+
+
 # ---- evidence ----
 
 
@@ -312,6 +318,18 @@ def test_a_stand_in_is_recorded_as_compiled_and_backs_no_claim(kernels, monkeypa
     }
     stale = evidence.stale_cells(dataclasses.replace(planning.support(), cells=cells), tmp_path)
     assert len(stale) == len(cells) == 6 and all("stood in for another" in why for why in stale.values())
+
+
+@pytest.mark.parametrize("path", sorted(evidence.folder().glob("*-as-*.json")), ids=lambda path: path.stem)
+def test_records_of_stand_ins_claim_no_more_than_they_show(path):
+    """Every claimed cell of the generation that was stood in for, each error within its bound, and no row relies on it."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    device = planning.device_for(tuple(content["stands_for"]))
+    assert content["status"] == "compiled" and content["note"].endswith(f"on {content['gpu']}")
+    assert content["shared_memory"] <= device.shared_memory
+    assert set(content["cells"]) <= set(cases.claimed(device)) and content["cells"]
+    assert all(entry["error"] <= entry["bound"] for entries in content["cells"].values() for entry in entries)
+    assert path.name not in {cell.evidence for cell in planning.support().cells.values()}
 
 
 def test_evidence_comes_from_a_gpu_only(kernels, monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ _TEXT = {
 @dataclass(frozen=True)
 class Tiny:
     """`layers` attention modules dispatch to flashpatch; `needs` are features beyond causal attention, in the matrix's
-    words. `decoder`: causal text in, logits out. `hard_coded` modules compute attention themselves."""
+    words. `decoder`: causal text in, logits out. `hard_coded` modules compute attention themselves, read or not."""
 
     name: str
     build: Callable[[], torch.nn.Module]
@@ -37,7 +37,7 @@ class Tiny:
         """The model with the same weights every time, in fp32 and eval mode."""
         torch.manual_seed(0)
         model = self.build(**changes)
-        if not self.hard_coded or self.layers:
+        if self not in (*HARD_CODED, *READ):
             for part in model.modules():
                 if isinstance(part, transformers.PreTrainedModel):
                     part.set_attn_implementation(implementation)
@@ -181,20 +181,34 @@ MODELS = [
 
 HARD_CODED = [
     Tiny(
+        "openai_gpt",
+        _of("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+        _text, 0, hard_coded=2,
+    ),
+    Tiny(
+        "xlm",
+        _of("XLMModel", "XLMConfig", vocab_size=VOCAB, emb_dim=32, n_layers=2, n_heads=2, max_position_embeddings=64,
+            n_langs=1),
+        _text, 0, hard_coded=2,
+    ),
+]  # fmt: skip
+# Hard-coded too, but read where it computes attention.
+READ = [
+    Tiny(
         "bloom",
         _of("BloomForCausalLM", "BloomConfig", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=2,
             hidden_dropout=0.0, attention_dropout=0.0),
-        _text, 0, hard_coded=2,
+        _text, 2, hard_coded=2,
     ),
     Tiny(
         "gptj",
         _of("GPTJForCausalLM", "GPTJConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, rotary_dim=8,
             n_positions=64, n_inner=32, bos_token_id=1, eos_token_id=None),
-        _text, 0, hard_coded=2,
+        _text, 2, hard_coded=2,
     ),
 ]  # fmt: skip
 
-BY_NAME = {tiny.name: tiny for tiny in (*MODELS, *HARD_CODED)}
+BY_NAME = {tiny.name: tiny for tiny in (*MODELS, *HARD_CODED, *READ)}
 
 
 def output(model: torch.nn.Module, inputs: dict) -> torch.Tensor:

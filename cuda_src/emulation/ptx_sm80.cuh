@@ -112,6 +112,7 @@ DEVICE float shfl_xor(float value, int mask, SITE) {
 }
 DEVICE bool vote_any(bool predicate, SITE) { return emulation::vote(predicate, site) != 0; }
 DEVICE bool vote_all(bool predicate, SITE) { return emulation::vote(predicate, site) == ~0u; }
+DEVICE u32 ballot(bool predicate, SITE) { return emulation::vote(predicate, site); }
 DEVICE bool sync_block_or(bool predicate, SITE) { return emulation::sync_block_or(predicate, site); }
 
 // ---- arithmetic: the approximate instructions are within 2 ulp of these ----

@@ -1,0 +1,349 @@
+"""Inputs for the small model of any transformers type, and the comparisons that need more than one forward."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from flashpatch import models, patcher
+from flashpatch.model_verification import _main_output
+
+CLOSE = 2e-4  # of the largest logit: two fp32 results of the same function
+
+
+def output_of(result) -> torch.Tensor:
+    return _main_output(result)[1]
+
+
+# ---- one forward ----
+
+
+def inputs_of(model, model_type: str, length: int) -> dict:
+    """Keyword arguments for one forward: what `flashpatch verify MODEL` uses, and what else the type must have."""
+    maker = models._Inputs(model, 2, length, 0)
+    if model_type in SPECIAL:
+        return SPECIAL[model_type](maker)
+    inputs = maker.make(None)
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if needed and name not in inputs:
+            inputs[name] = NEEDED[name](maker)
+    if not inputs:
+        raise models.ModelError(f"no inputs known for {type(model).__name__}")
+    return inputs
+
+
+def _width(maker, *names: str) -> int:
+    for name in (*names, "hidden_size", "d_model", "embed_dim"):
+        if isinstance(found := getattr(maker.config, name, None), int):
+            return found
+    return maker.config.get_text_config().hidden_size
+
+
+def _states(*names: str, length: int = 16):
+    return lambda maker: maker.noise(maker.batch, length, _width(maker, *names))
+
+
+def _ones(length: int = 16, dtype=torch.long):
+    return lambda maker: torch.ones(maker.batch, length, dtype=dtype)
+
+
+def _image(maker):
+    return maker.images()["pixel_values"]
+
+
+def _spectrogram_mask(maker):
+    features = maker.spectrogram()
+    return torch.ones(features.shape[0], max(features.shape[1:]), dtype=torch.long)
+
+
+# a parameter that a forward insists on -> what it gets
+NEEDED = {
+    "hidden_states": _states(),
+    "inputs_embeds": _states(),
+    "context": _states(),
+    "query_embeds": _states(length=8),
+    "noise_embeds": _states(),
+    "context_hidden_states": _states(),
+    "vision_features": _states(),
+    "text_features": _states(length=8),
+    "vision_pos_encoding": _states(),
+    "encoder_hidden_states": _states("encoder_hidden_size", "cross_attention_hidden_size"),
+    "attention_mask": _ones(),
+    "input_features_mask": _spectrogram_mask,
+    "image": _image,
+    "pixel_values": _image,
+    "input_ids": lambda maker: maker.tokens(maker.seqlen),
+    "qformer_input_ids": lambda maker: maker.tokens(8),
+    "input_values": lambda maker: maker.noise(maker.batch, 1, 1920),
+    "input_features": lambda maker: maker.spectrogram(),
+}
+
+
+def _frames(text: bool):
+    def make(maker):
+        vision = maker.vision_config()
+        size = getattr(vision, "image_size", 32)
+        frames = maker.noise(2, getattr(vision, "num_frames", 2), 3, size, size)
+        if not text:
+            return {"pixel_values": frames[0]}
+        return {"pixel_values": frames, "input_ids": maker.tokens(8)}
+
+    return make
+
+
+def _video_and_text(maker):
+    size = maker.vision_config().image_size
+    size = size[0] if isinstance(size, (list, tuple)) else size
+    return {"pixel_values_videos": maker.noise(2, 2, 3, size, size), "input_ids": maker.tokens(8)}
+
+
+def _series():
+    def make(maker):
+        config = maker.config
+        past = config.context_length + max(config.lags_sequence)
+        future = config.prediction_length
+        return {
+            "past_values": maker.noise(2, past),
+            "past_time_features": maker.noise(2, past, config.num_time_features),
+            "past_observed_mask": torch.ones(2, past),
+            "future_values": maker.noise(2, future),
+            "future_time_features": maker.noise(2, future, config.num_time_features),
+        }
+
+    return make
+
+
+def _channels(maker):
+    return {"past_values": maker.noise(2, maker.config.context_length, maker.config.num_input_channels)}
+
+
+def _timesfm(maker):
+    inputs = {"past_values": maker.noise(2, 64), "past_values_padding": torch.zeros(2, 64, dtype=torch.long)}
+    return {**inputs, "freq": torch.zeros(2, 1, dtype=torch.long)} if "freq" in maker.takes else inputs
+
+
+def _naflex(text: bool):
+    def make(maker):
+        width = 3 * maker.vision_config().patch_size ** 2
+        inputs = {
+            "pixel_values": maker.noise(2, 16, width),
+            "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
+        }
+        return {**inputs, "input_ids": maker.tokens(8)} if text else inputs
+
+    return make
+
+
+def _flattened_patches(text: bool):
+    def make(maker):
+        vision = getattr(maker.config, "vision_config", maker.config)
+        places = torch.tensor([[row, column] for row in range(1, 5) for column in range(1, 5)]).float()
+        patches = torch.cat([places.expand(2, -1, -1), maker.noise(2, 16, vision.patch_embed_hidden_size)], -1)
+        inputs = {"flattened_patches": patches, "attention_mask": torch.ones(2, 16)}
+        return {**inputs, "decoder_input_ids": maker.tokens(7)} if text else inputs
+
+    return make
+
+
+def _boxes(maker):
+    boxes = torch.tensor([0.1, 0.1, 0.4, 0.3]).expand(2, 12, 4)
+    size = maker.config.image_size
+    return {
+        "input_ids": maker.tokens(12),
+        "bbox": boxes,
+        "decoder_input_ids": maker.tokens(7),
+        "pixel_values": maker.noise(2, 3, size, size),
+    }
+
+
+def _codebooks(count: str, last: bool = False):
+    def make(maker):
+        config = maker.config
+        shape = (2, 10, getattr(config, count)) if last else (2 * getattr(config, count), 10)
+        return {"input_ids": torch.randint(3, 100, shape, generator=maker.generator)}
+
+    return make
+
+
+def _merged(maker):
+    return {**maker.patches(), "merge_sizes": torch.tensor([1, 1])}
+
+
+def _tiles(maker):
+    config = maker.config
+    size, tiles = config.image_size, config.max_num_tiles
+    return {
+        "pixel_values": maker.noise(2, 1, tiles, 3, size, size),
+        "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(2, 1, tiles, dtype=torch.long),
+    }
+
+
+def _mel_first(length: int, mask: str | None = None):
+    def make(maker):
+        features = maker.noise(2, maker.config.num_mel_bins, length)
+        return {"input_features": features} | ({mask: torch.ones(2, length, dtype=torch.long)} if mask else {})
+
+    return make
+
+
+def _encoded(maker):
+    inputs = {"input_ids": maker.tokens(12)}
+    return {**inputs, "encoder_hidden_states": maker.noise(2, 9, _width(maker, "cross_attention_hidden_size"))}
+
+
+def _images_then_text(maker):
+    size = maker.config.vision_config.image_size
+    return {
+        "pixel_values": maker.noise(2, 3, size, size),
+        "qformer_input_ids": maker.tokens(8),
+        "input_ids": maker.tokens(20),
+    }
+
+
+SPECIAL = {
+    "audio-spectrogram-transformer": lambda maker: {
+        "input_values": maker.noise(2, maker.config.max_length, maker.config.num_mel_bins)
+    },
+    "audioflamingo3_encoder": lambda maker: _mel_first(2 * maker.config.max_source_positions, "input_features_mask")(maker),
+    "dia_decoder": _codebooks("num_channels", last=True),
+    "idefics2_vision": lambda maker: maker.images(),
+    "informer": _series(),
+    "instructblip_qformer": lambda maker: {
+        "input_ids": maker.tokens(8), "query_embeds": maker.noise(2, 4, maker.config.hidden_size),
+        "encoder_hidden_states": maker.noise(2, 9, maker.config.encoder_hidden_size),
+    },
+    "mllama_vision_model": _tiles,
+    "musicgen_decoder": _codebooks("num_codebooks"),
+    "musicgen_melody_decoder": _codebooks("num_codebooks"),
+    "patchtsmixer": _channels,
+    "patchtst": _channels,
+    "phi4_multimodal_audio": lambda maker: {
+        "hidden_states": maker.noise(2, 32, maker.config.input_size), "mask": torch.ones(2, 32, dtype=torch.bool)
+    },
+    "pix2struct": _flattened_patches(True),
+    "pix2struct_vision_model": _flattened_patches(False),
+    "siglip2": _naflex(True),
+    "siglip2_vision_model": _naflex(False),
+    "t5gemma2_decoder": _encoded,
+    "time_series_transformer": _series(),
+    "timesfm": _timesfm,
+    "timesfm2_5": _timesfm,
+    "udop": _boxes,
+    "video_llama_3_vision": _merged,
+    "videoprism": _video_and_text,
+    "voxtral_realtime_encoder": _mel_first(32),
+    "xclip": _frames(True),
+    "xclip_vision_model": _frames(False),
+}  # fmt: skip
+SPECIAL["instructblipvideo_qformer"] = SPECIAL["instructblip_qformer"]
+
+
+# ---- variants of it ----
+
+
+def variants(model, inputs: dict):
+    """(name, inputs): as they are, and padded on each side where they are text with room for a mask."""
+    yield "plain", inputs
+    tokens = inputs.get("input_ids")
+    takes = inspect.signature(model.forward).parameters
+    if tokens is None or "attention_mask" not in takes or "attention_mask" in inputs or tokens.dim() != 2:
+        return
+    if hasattr(model.config, "num_codebooks"):
+        return  # several rows of tokens per sequence
+    special = models._Inputs(model, 1, 1, 0).special_tokens(1 << 30)
+    for side in ("left", "right"):
+        mask = torch.ones_like(tokens)
+        pads = slice(0, 3) if side == "left" else slice(tokens.shape[1] - 3, None)
+        if set(tokens[1, pads].tolist()) & special:
+            continue  # an image's place cannot be padding
+        mask[1, pads] = 0
+        tokens = inputs["input_ids"].clone()
+        tokens[1, pads] = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+        padded = {**inputs, "input_ids": tokens, "attention_mask": mask}
+        if "decoder_input_ids" in inputs and "decoder_attention_mask" in takes and side == "right":
+            padded["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
+            padded["decoder_attention_mask"][1, -2:] = 0
+        if hasattr(model, "get_text_features"):
+            # pooled at the first end-of-text token (or the largest one): let it be the last real token
+            text = model.config.get_text_config()
+            end = getattr(text, "eos_token_id", None)
+            end = end if isinstance(end, int) and end != 2 else text.vocab_size - 1
+            last = mask.cumsum(1).argmax(1)
+            padded["input_ids"] = tokens.masked_fill(tokens == end, 3).scatter(1, last[:, None], end)
+        yield side, padded
+
+
+# ---- packed documents and generation ----
+
+
+def is_decoder(model, inputs: dict) -> bool:
+    return (
+        set(inputs) == {"input_ids"}
+        and type(model).__name__.endswith(("CausalLM", "LMHeadModel", "ForConditionalGeneration"))
+        and not model.config.is_encoder_decoder
+    )
+
+
+def packed(model, inputs: dict) -> str | None:
+    """Two documents in one row, told apart by their positions, against the two on their own."""
+    takes = inspect.signature(model.forward).parameters
+    if not is_decoder(model, inputs) or "position_ids" not in takes:
+        return None
+    row = inputs["input_ids"][:1]
+    cut = row.shape[1] // 2 - 1
+    positions = torch.cat([torch.arange(cut), torch.arange(row.shape[1] - cut)])[None]
+    packed_inputs = {"input_ids": row, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        apart = torch.cat(
+            [output_of(model(input_ids=part, use_cache=False)) for part in (row[:, :cut], row[:, cut:])], 1
+        )
+        together = output_of(model(**packed_inputs))
+    found = _patched(model, lambda: output_of(model(**packed_inputs)))
+    scale = float(apart.abs().max())
+    ours, eagers = (float((x - apart).abs().max()) / scale for x in (found, together))
+    if ours <= CLOSE:
+        return "equal" if eagers <= CLOSE else "equal to separate runs; eager mixes the documents"
+    same = float((found - together).abs().max()) / scale
+    if same <= CLOSE:
+        return "equal to eager; both mix the documents"
+    return f"differs: from separate runs by {ours:.1e} (eager: {eagers:.1e}), from eager by {same:.1e}"
+
+
+def generated(model, inputs: dict) -> str | None:
+    """Greedy tokens, patched and eager. A token may differ only where eager's two best are closer than rounding."""
+    if not getattr(model, "can_generate", lambda: False)() or type(model).__name__.endswith("Model"):
+        return None
+    prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+    if "input_ids" in prompt and set(prompt) == {"input_ids"}:
+        mask = torch.ones_like(prompt["input_ids"])
+        mask[0, :3] = 0
+        prompt["attention_mask"] = mask
+    options = {
+        "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 1, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    with torch.no_grad():
+        expected = model.generate(**prompt, **options)
+    found = _patched(model, lambda: model.generate(**prompt, **options))
+    scale = max(float(step[step.isfinite()].abs().max()) for step in expected.logits)
+    for index, (ours, eagers) in enumerate(zip(found.logits, expected.logits, strict=True)):
+        both = ours.isfinite() & eagers.isfinite()
+        distance = float((ours - eagers)[both].abs().max()) / scale
+        if distance > CLOSE:
+            return f"differs: step {index} by {distance:.1e}"
+        if not torch.equal(ours.argmax(-1), eagers.argmax(-1)):
+            return f"equal up to a tie at step {index}"
+    return f"equal: {len(expected.logits)} steps"
+
+
+def _patched(model, run):
+    with patcher.apply(model), torch.no_grad():
+        try:
+            return run()
+        except Exception as failure:
+            failure.patched = True
+            raise

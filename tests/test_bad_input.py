@@ -1,0 +1,159 @@
+"""Arguments that contradict each other or make no sense: named with their value and what is allowed, before any launch.
+
+What only a device knows, the values inside offsets, lengths and ranges, is clamped where it is used: never read beyond a
+tensor's end.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashpatch
+from flashpatch import fallback, ops
+from flashpatch.call import Call
+
+
+def qkv(batch=2, seqlen_q=6, seqlen_k=6, heads=4, heads_kv=2, dim=16, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, seqlen_q, heads, dim), (batch, seqlen_k, heads_kv, dim), (batch, seqlen_k, heads_kv, dim)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def offsets(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+PACKED = {"cu_seqlens_q": offsets(0, 2, 6), "cu_seqlens_k": offsets(0, 2, 6), "max_seqlen_q": 4, "max_seqlen_k": 4}
+BAD = {
+    "mask-list": ({"mask": [[True]]}, r"mask is list, not a torch\.Tensor"),
+    "bias-number": ({"bias": 1.0}, r"bias is float, not a torch\.Tensor"),
+    "window-none": ({"window_size": None}, r"window_size is None; two numbers of keys \(left, right\)"),
+    "window-number": ({"window_size": 4}, r"window_size is 4; two numbers"),
+    "window-fraction": ({"window_size": (1.5, 0)}, r"window_size is \(1\.5, 0\); two numbers"),
+    "window-negative": ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\).*-1 for unlimited"),
+    "causal-word": ({"causal": "yes"}, r"causal is 'yes'; True or False"),
+    "dropout-one": ({"dropout_p": 1.0}, r"dropout_p is 1\.0; it must be in \[0, 1\)"),
+    "dropout-negative": ({"dropout_p": -0.1}, r"dropout_p is -0\.1"),
+    "dropout-none": ({"dropout_p": None}, r"dropout_p is None; it must be in \[0, 1\)"),
+    "dropout-nan": ({"dropout_p": float("nan")}, r"dropout_p is nan"),
+    "softcap-negative": ({"softcap": -1.0}, r"softcap is -1\.0; it must be finite and positive"),
+    "softcap-tensor": ({"softcap": torch.ones(3)}, r"softcap is Tensor.*number"),
+    "scale-nan": ({"softmax_scale": float("nan")}, r"softmax_scale is nan; it must be finite"),
+    "scale-word": ({"softmax_scale": "auto"}, r"softmax_scale is 'auto'"),
+    "alibi-shape": ({"alibi_slopes": torch.ones(3, 4)}, r"alibi_slopes has shape \[3, 4\]; \[4\] or \[batch, 4\] = \[2, 4\]"),
+    "alibi-rank": ({"alibi_slopes": torch.ones(1, 2, 4)}, r"alibi_slopes has shape \[1, 2, 4\]"),
+    "alibi-dtype": ({"alibi_slopes": torch.ones(4, dtype=torch.int64)}, r"alibi_slopes has dtype torch\.int64; a floating"),
+    "alibi-gradient": (
+        {"alibi_slopes": torch.ones(4, requires_grad=True)}, r"alibi_slopes requires a gradient.*detach.*bias",
+    ),
+    "sinks-length": ({"sinks": torch.ones(3)}, r"sinks has shape \[3\]; \[num_heads_q\] = \[4\]"),
+    "sinks-dtype": ({"sinks": torch.ones(4, dtype=torch.int32)}, r"sinks has dtype torch\.int32; a floating"),
+    "bias-shape": ({"bias": torch.zeros(3, 6, 6)}, r"bias has shape \[3, 6, 6\]; it must broadcast to .*\[2, 4, 6, 6\]"),
+    "mask-dtype": ({"mask": torch.zeros(6, 6)}, r"mask has dtype torch\.float32; bool is needed"),
+    "mask-shape": ({"mask": torch.ones(2, 5, 6, dtype=torch.bool)}, r"mask has shape \[2, 5, 6\]"),
+    "bias-dtype": ({"bias": torch.ones(6, 6, dtype=torch.bool)}, r"bias has dtype torch\.bool.*goes to mask"),
+    "bias-meta": ({"bias": torch.zeros(6, 6, device="meta")}, r"bias is on meta, q on cpu"),
+    "mask-sparse": ({"mask": torch.ones(6, 6, dtype=torch.bool).to_sparse()}, r"mask is a sparse_coo tensor; a dense"),
+    "ranges-shape": ({"key_ranges": torch.zeros(2, 6, dtype=torch.int32)}, r"key_ranges has shape \[2, 6\]"),
+    "seqused-length": ({"seqused_k": offsets(1, 2, 3)}, r"seqused_k has 3 entries for a batch of 2"),
+    "seqused-negative": ({"seqused_k": offsets(-1, 2)}, r"seqused_k is \[-1, 2\]; numbers of keys are needed, 0 or more"),
+    "max-seqlen-alone": ({"max_seqlen_q": 4}, r"belong to cu_seqlens_q"),
+    "decline-word": ({"on_decline": "ignore"}, r"on_decline is 'ignore'"),
+}  # fmt: skip
+BAD_PACKED = {
+    "decreasing": ({"cu_seqlens_q": offsets(0, 5, 3)}, r"cu_seqlens_q is \[0, 5, 3\].*never decrease"),
+    "late-start": ({"cu_seqlens_k": offsets(1, 2, 6)}, r"cu_seqlens_k is \[1, 2, 6\].*start at 0"),
+    "beyond-the-end": ({"cu_seqlens_k": offsets(0, 2, 9)}, r"cu_seqlens_k is \[0, 2, 9\].*end at most at 6"),
+    "another-batch": ({"cu_seqlens_k": offsets(0, 6)}, r"cu_seqlens_k has 2 entries"),
+    "too-short-a-longest": ({"max_seqlen_q": 3}, r"max_seqlen_q is 3, but cu_seqlens_q has a sequence of 4"),
+    "longest-missing": ({"max_seqlen_q": None}, r"cu_seqlens needs max_seqlen_q and max_seqlen_k"),
+    "longest-a-tensor": ({"max_seqlen_q": torch.tensor(4)}, r"max_seqlen_q is Tensor; an int"),
+    "dtype": ({"cu_seqlens_q": torch.tensor([0, 2, 6])}, r"cu_seqlens_q is torch\.int64.*int32 vector"),
+    "list": ({"cu_seqlens_q": [0, 2, 6]}, r"cu_seqlens_q is list, not a torch\.Tensor"),
+    "mask": ({"mask": torch.ones(6, 6, dtype=torch.bool)}, r"mask cannot be combined with cu_seqlens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    keywords, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        flashpatch.attention(*qkv(), **{"on_decline": "fallback", **keywords})
+
+
+@pytest.mark.parametrize("name", BAD_PACKED)
+def test_bad_packing_is_named(name):
+    keywords, message = BAD_PACKED[name]
+    q, k, v = (x[0] for x in qkv())
+    with pytest.raises(ValueError, match=message):
+        flashpatch.attention(q, k, v, **{**PACKED, "on_decline": "fallback", **keywords})
+
+
+def test_bad_tensors_are_named():
+    q, k, v = qkv()
+    for bad, message in (
+        ((q.to_sparse(), k, v), r"q is a sparse_coo tensor; a dense \(strided\) one is needed"),
+        ((torch.nested.nested_tensor(list(q), layout=torch.jagged), k, v), r"q is a jagged tensor.*cu_seqlens"),
+        ((torch.nested.nested_tensor(list(q)), k, v), r"q is a nested tensor.*cu_seqlens"),
+        ((q.tolist(), k, v), r"q is list, not a torch\.Tensor"),
+        ((q.int(), k, v), r"q has dtype torch\.int32; one of float16"),
+        ((q, k.to("meta"), v), r"k is on meta, q on cpu"),
+        ((q[0], k, v), r"q has shape \[6, 4, 16\]; \[batch, seqlen, num_heads, head_dim\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flashpatch.attention(*bad, on_decline="fallback")
+
+
+def test_tensors_without_values_give_shapes():
+    meta = [x.to("meta").requires_grad_() for x in qkv()]
+    out, logsumexp = flashpatch.attention(*meta, causal=True, return_logsumexp=True)
+    assert (out.device.type, out.shape, logsumexp.shape) == ("meta", meta[0].shape, (2, 4, 6))
+
+
+def test_all_faults_are_named_at_once():
+    with pytest.raises(ValueError, match=r"(?s)dropout_p is 2\.0.*softcap is -1\.0"):
+        flashpatch.attention(*qkv(), dropout_p=2.0, softcap=-1.0)
+    with pytest.raises(TypeError, match="softmax_sclae"):
+        flashpatch.attention(*qkv(), softmax_sclae=1.0)
+
+
+# ---- values only a device knows: the seam and compiled graphs reach the operator without them being looked at ----
+
+WILD = (-(2**31), -7, 0, 3, 1000, 2**31 - 1)
+
+
+def wild(*shape):
+    index = torch.randint(0, len(WILD), shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.tensor(WILD, dtype=torch.int32)[index]
+
+
+def wild_calls():
+    for turn in range(4):
+        roll = lambda x, turn=turn: x.roll(turn, 0)  # noqa: E731
+        yield "seqused_k", False, {"seqused_k": roll(wild(2))}
+        yield "seqused_k-causal", False, {"seqused_k": roll(wild(2)), "window_right": 0, "window_left": 3}
+        yield "key_ranges", False, {"key_ranges": roll(wild(2, 6, 2))}
+        yield "cu_seqlens", True, {"cu_seqlens_q": roll(wild(3)), "cu_seqlens_k": roll(wild(3).flip(0))}
+        yield (
+            "cu_seqlens-causal",
+            True,
+            {"cu_seqlens_q": roll(wild(3)), "cu_seqlens_k": roll(wild(3)), "window_right": 0},
+        )
+
+
+@pytest.mark.parametrize("where", ["fallback", "emulated"])
+def test_wild_values_are_never_followed_out_of_bounds(where, monkeypatch):
+    """The emulator stops a kernel that reads or writes beyond a tensor; torch itself does for the fallback."""
+    if where == "emulated":
+        monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    for name, packed, extra in wild_calls():
+        q, k, v = qkv(dtype=torch.bfloat16 if where == "emulated" else torch.float32)
+        if packed:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        call = Call(0.25, 6, 6, **extra)
+        out, _ = ops.attend(q, k, v, call, 0, strict=where == "emulated")
+        out.float().sum().backward()
+        assert all(x.grad.shape == x.shape for x in (q, k, v)), name
+        assert where == "emulated" or fallback.forward(q, k, v, call)[0].shape == out.shape
