@@ -12,10 +12,10 @@ pytest.importorskip("flashpatch.cli", reason="needs the editable install: pip in
 
 import jsonschema
 from click.testing import CliRunner
+from flashpatch.cli import charts
 
 from flashpatch import cli, roofline
 from flashpatch.benchmarking import Shape
-from flashpatch.cli import charts
 from flashpatch.roofline import Ceilings, Point
 
 CPU = torch.device("cpu")

@@ -541,7 +541,11 @@ def test_a_file_of_torchs_profiler(tmp_path, zipped):
     assert path.read_bytes()[:2] == (b"\x1f\x8b" if zipped else path.read_bytes()[:2])
 
 
-@pytest.mark.parametrize("content", [b"", b"no json", b"{}", gzip.compress(b"x"), b"\x1f\x8bcut"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no json", b"{}", gzip.compress(b"x", mtime=0), b"\x1f\x8bcut"],
+    ids=["empty", "text", "object", "gzip", "cut"],
+)
 def test_a_file_that_is_no_trace_is_a_sentence(tmp_path, content):
     path = tmp_path / "trace.json"
     path.write_bytes(content)

@@ -1,6 +1,7 @@
 """`flashpatch verify` itself: what it tries, that it notices what is wrong, and what evidence may claim."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -11,11 +12,14 @@ import torch._dynamo  # the first dispatch mode imports it, which must not happe
 import yaml
 
 from flashpatch import cases, compiler, evidence, fallback, launcher, planning, verification
-from flashpatch.arguments import check
+from flashpatch.arguments import check as check_arguments
 from flashpatch.problem import Plan, Problem
 
 EMULATED = planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulated")
 DEVICES = [EMULATED, planning.gpu("h200"), planning.gpu("rtx 4090"), planning.gpu("a100")]
+
+
+check = functools.partial(check_arguments, causal=False, softmax_scale=None)
 
 
 def ids(device):
