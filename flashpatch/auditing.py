@@ -354,6 +354,57 @@ class _Traced:
         return found or [self.refusal or "not_dispatched: one forward did not bring it to flashpatch"]
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call of a model without values, in numbers."""
+
+    path: str  # the module that made it
+    q_shape: tuple[int, ...]  # [batch, seqlen_q, num_heads_q, head_dim]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    window: tuple[int, int]  # (left, right) as `flashpatch.attention` has them; causal is right = 0
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as its configuration builds it: attention calls of one forward, and what is beside them."""
+
+    config: object
+    parameters: int
+    parameter_bytes: int
+    calls: list[AttentionCall]
+    undispatched: list[str]  # attention modules that made no call through flashpatch
+
+
+def facts(model, *, dtype: str | None = None, seqlen: int | None = None, **load) -> ModelFacts:
+    """One forward of a model without values (a module, a configuration, a hub id or a folder), batch 1, by default of
+    twice as many tokens as its longest window, so that every window shows."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if not isinstance(model, torch.nn.Module):
+            model = _skeleton(model, dtype, load)
+        config = model.config.get_text_config()
+        wide = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "local_attention")]
+        seqlen = seqlen or max(1024, *(2 * size for size in wide if isinstance(size, int)), 0)
+        inputs = models.dummy_inputs(model, batch=1, seqlen=seqlen)
+        recorder = _Recorder()
+        traced = _trace(model, inputs, recorder)
+        parameters = list({id(parameter): parameter for parameter in model.parameters()}.values())
+    paths = {call.row.layer: call.row.path for call in traced if call.row.layer is not None}
+    calls = [
+        AttentionCall(paths[layer], *shapes, problem=problem)
+        for (layer, problem), shapes in zip(recorder.problems, recorder.shapes, strict=True)
+        if layer in paths
+    ]
+    return ModelFacts(
+        config,
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        calls,
+        [call.row.path for call in traced if not call.problems],
+    )
+
+
 def _traced(model, dtype: str | None, inputs, load: dict) -> list[_Traced]:
     """Every attention module of a model, from one forward of a model without values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -361,22 +412,25 @@ def _traced(model, dtype: str | None, inputs, load: dict) -> list[_Traced]:
             model = _skeleton(model, dtype, load)
         if inputs is None:
             inputs = models.dummy_inputs(model, **_only(load, "batch", "seqlen"))
-        now = {id(module): _implementation(module) for _, module, _ in patcher.attention_modules(model)}
-        classes = {path: module for path, module, _ in patcher.attention_modules(model)}
-        recorder = _Recorder()
-        training = model.training
-        model.eval()
-        try:
-            with patcher.apply(model) as patch, torch.no_grad(), recorder:
-                try:
-                    model(**inputs)
-                    refusal = ""
-                except DeclinedError as declined:
-                    refusal = str(declined.decline)
-                rows = patch.report.rows
-                layers = {row.layer: classes[row.path] for row in rows if row.layer is not None}
-        finally:
-            model.train(training)
+        return _trace(model, inputs, _Recorder())
+
+
+def _trace(model, inputs, recorder: _Recorder) -> list[_Traced]:
+    now = {id(module): _implementation(module) for _, module, _ in patcher.attention_modules(model)}
+    classes = {path: module for path, module, _ in patcher.attention_modules(model)}
+    training = model.training
+    model.eval()
+    try:
+        with patcher.apply(model) as patch, torch.no_grad(), recorder:
+            try:
+                model(**inputs)
+                refusal = ""
+            except DeclinedError as declined:
+                refusal = str(declined.decline)
+            rows = patch.report.rows
+            layers = {row.layer: classes[row.path] for row in rows if row.layer is not None}
+    finally:
+        model.train(training)
     asked: dict[int, list[Problem]] = {}
     for layer, problem in recorder.problems:
         if layer in layers:
@@ -443,6 +497,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.problems: list[tuple[int, Problem]] = []
+        self.shapes: list[tuple] = []  # of the same calls: shapes of q, k, v, and the window
         self.answers: dict[int, tuple[torch.Tensor, bool]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -452,6 +507,8 @@ class _Recorder(TorchDispatchMode):
             dtype = str(q.dtype).removeprefix("torch.")
             problem = Problem("forward", dtype, q.shape[-1], v.shape[-1], execution.features(q, k, v, call))
             self.problems.append((layer, problem))
+            window = (call.window_left, call.window_right)
+            self.shapes.append((*(tuple(map(int, t.shape)) for t in (q, k, v)), window))
         if function is torch.ops.aten._local_scalar_dense.default and id(args[0]) in self.answers:
             return self.answers[id(args[0])][1]
         result = function(*args, **(kwargs or {}))
