@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import click
 
 from . import models, options, rendering
 from .rendering import DECLINED, HOLDS, USAGE, Fault
 
 _SUFFIXES = {"k": 1024, "m": 1024**2}
+MOST = 1 << 24  # tokens, the longest context asked for and searched
 
 
 class _Contexts(click.ParamType):
@@ -25,7 +28,7 @@ class _Contexts(click.ParamType):
                 tokens = round(float(digits) * factor)
             except (ValueError, OverflowError):
                 tokens = 0
-            if not 1 <= tokens <= 1 << 24:
+            if not 1 <= tokens <= MOST:
                 self.fail(
                     f"{word.strip()!r} is no context length; 4096, 8k, 128k or 1M is one, up to 16M", parameter, context
                 )
@@ -61,6 +64,7 @@ def command(
     model has them. Times are at what was measured on the GPU (an H200); for another one give --tflops, --bandwidth and
     --memory.
 
+    \b
     flashpatch cost MODEL --gpu h200 --context 8k,128k,1M --price-per-gpu-hour 3.50
     """
     from flashpatch import costing
@@ -95,11 +99,20 @@ def _print(report) -> None:
         for layer in report.layers
     ]  # fmt: skip
     columns = ["calls", "mask", "heads q / kv", "head dim", "rows x keys", "for example", "kernel on this GPU"]
-    rendering.table(columns, rows, "Attention calls of one forward")
+    if rows:
+        rendering.table(columns, rows, "Attention calls of one forward")
     for name, count in report.other_layers.items():
         click.echo(f"no attention, not counted: {count} layers of {name}")
     if report.undispatched:
         click.echo(f"not counted, their calls could not be seen: {', '.join(report.undispatched[:5])}")
+    if report.layers:
+        _print_contexts(report)
+    click.echo(report.statement)
+    for note in report.notes:
+        click.echo(note)
+
+
+def _print_contexts(report) -> None:
     price = report.price_per_gpu_hour is not None
     rows = []
     for cost in report.contexts:
@@ -145,12 +158,11 @@ def _print(report) -> None:
     if report.largest_context_with_kernel is not None:
         fits = f"{_tokens(report.largest_context_with_kernel)} with a kernel, {_tokens(report.largest_context_without)} without"
         click.echo(f"Largest context of one sequence that fits {_size(report.ceilings.memory_bytes)}: {fits}.")
-    click.echo(report.statement)
-    for note in report.notes:
-        click.echo(note)
 
 
 def _tokens(tokens: int) -> str:
+    if tokens >= MOST:
+        return f"{MOST >> 20}M or more"
     for size, suffix in ((1024**2, "M"), (1024, "k")):
         if tokens >= size and tokens % size == 0:
             return f"{tokens // size}{suffix}"
@@ -158,9 +170,9 @@ def _tokens(tokens: int) -> str:
 
 
 def _size(value: float) -> str:
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for size, unit in ((2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= size:
-            return f"{value / size:.4g} {unit}"
+            return f"{value / size:,.4g} {unit}" if value < 1e4 * size else f"{value / size:,.0f} {unit}"
     return f"{value:.0f} B"
 
 
@@ -182,4 +194,5 @@ def _time(milliseconds: float | None) -> str:
 
 
 def _money(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    """Three figures, never an exponent: a short pass costs little."""
+    return "-" if value is None else format(Decimal(f"{value:.3g}"), "f")

@@ -5,6 +5,7 @@ Nothing is launched and no CUDA context is created beyond asking for the GPU's n
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -372,7 +373,9 @@ class ModelFacts:
 
     config: object
     parameters: int
+    active_parameters: int  # of them those that a token is multiplied by: no table it is looked up in, its experts only
     parameter_bytes: int
+    context: int  # tokens of that forward; 0: its lengths are the model's own, as an image's are
     calls: list[AttentionCall]
     undispatched: list[str]  # attention modules that made no call through flashpatch
 
@@ -391,6 +394,8 @@ def facts(model, *, dtype: str | None = None, seqlen: int | None = None, **load)
         traced = _trace(model, inputs, recorder)
         parameters = list({id(parameter): parameter for parameter in model.parameters()}.values())
     paths = {call.row.layer: call.row.path for call in traced if call.row.layer is not None}
+    tokens = [inputs[name].shape[1] for name in ("decoder_input_ids", "input_ids") if name in inputs]
+    longest = max((shapes[0][1] for shapes in recorder.shapes), default=0)
     calls = [
         AttentionCall(paths[layer], *shapes, problem=problem)
         for (layer, problem), shapes in zip(recorder.problems, recorder.shapes, strict=True)
@@ -399,10 +404,27 @@ def facts(model, *, dtype: str | None = None, seqlen: int | None = None, **load)
     return ModelFacts(
         config,
         sum(parameter.numel() for parameter in parameters),
+        _active_parameters(model, config),
         sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        tokens[0] if tokens else 0 if any(name.startswith("pixel_values") for name in inputs) else longest,
         calls,
         [call.row.path for call in traced if not call.problems],
     )
+
+
+def _active_parameters(model, config) -> int:
+    embeddings = [child.weight for child in model.modules() if isinstance(child, torch.nn.Embedding)]
+    projections = {id(child.weight) for child in model.modules() if isinstance(child, torch.nn.Linear)}
+    looked_up = {id(weight) for weight in embeddings} - projections
+    counts = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
+    experts = next((count for count in counts if isinstance(count, int) and count > 0), None)
+    chosen = getattr(config, "num_experts_per_tok", None) if experts else None
+    total = 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in looked_up:
+            share = chosen / experts if isinstance(chosen, int) and "experts" in name.split(".") else 1
+            total += round(parameter.numel() * share)
+    return total
 
 
 def _traced(model, dtype: str | None, inputs, load: dict) -> list[_Traced]:
@@ -445,10 +467,16 @@ def _trace(model, inputs, recorder: _Recorder) -> list[_Traced]:
 
 def _skeleton(source, dtype: str | None, load: dict) -> torch.nn.Module:
     """A model of the configuration without values in its weights; to be called under FakeTensorMode."""
-    if isinstance(source, (str, os.PathLike)):
-        options = _only(load, "trust_remote_code", "gguf_file", "revision")
-        return models.load(source, dtype=dtype, random_weights=True, patched=False, **options)
-    return models.build_random(source, dtype=dtype)
+    with models.uninitialised():  # some draw a truncated normal, and look at what they drew
+        if isinstance(source, (str, os.PathLike)):
+            options = _only(load, "trust_remote_code", "gguf_file", "revision")
+            model = models.load(source, dtype=dtype, random_weights=True, patched=False, **options)
+        else:
+            model = models.build_random(source, dtype=dtype)
+    model.tie_weights()
+    with contextlib.suppress(ValueError, AttributeError):  # it has no experts, or one way to run them
+        model.set_experts_implementation("batched_mm")  # a grouped product without values takes bfloat16 only
+    return model
 
 
 def _only(options: dict, *names: str) -> dict:

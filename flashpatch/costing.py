@@ -89,7 +89,7 @@ class ContextCost:
     kv_cache_bytes: Annotated[float, "keys and values of one sequence, windowed layers as long as their window"]
     decode_milliseconds: Annotated[float | None, "reading that cache, which every next token of a sequence does"]
     share_of_forward: Annotated[
-        float, "attention's share of the forward's FLOPs; the rest counts as 2 x parameters x tokens"
+        float, "attention's share of the forward's FLOPs; the rest counts as 2 x active parameters x tokens"
     ]
     with_kernel: Annotated[Way, "tiled, the matrix never stored"]
     without: Annotated[Way, "eager attention"]
@@ -103,6 +103,7 @@ class CostReport:
     dtype: Annotated[str, "dtype of q, k, v"]
     batch: Annotated[int, "sequences at once"]
     parameters: Annotated[int, "of the whole model"]
+    active_parameters: Annotated[int, "those a token is multiplied by: no looked-up embeddings, of experts the chosen"]
     weights_bytes: Annotated[int, "of the whole model"]
     ceilings: Annotated[Ceilings, "the GPU"]
     price_per_gpu_hour: Annotated[float | None, "as given"]
@@ -110,7 +111,7 @@ class CostReport:
     other_layers: Annotated[dict[str, int], "token-mixing layers that are no attention, not counted here"]
     undispatched: Annotated[list[str], "attention modules whose calls could not be seen, not counted here"]
     contexts: Annotated[list[ContextCost], "one entry per context length"]
-    largest_context_with_kernel: Annotated[int | None, "tokens of one sequence that fit, in steps of 1024"]
+    largest_context_with_kernel: Annotated[int | None, "tokens of one sequence that fit, in steps of 1024, up to 16M"]
     largest_context_without: Annotated[int | None, "the same for eager attention"]
     statement: Annotated[str, "how the compute grows, in sentences"]
     notes: Annotated[list[str], "what the figures leave out"]
@@ -171,7 +172,7 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1,
 
 @dataclass(frozen=True)
 class _Kind:
-    """What decides a call's cost; `probe` lengths stand for the context."""
+    """What decides a call's cost; a length of None is the context's."""
 
     heads_q: int
     heads_kv: int
@@ -183,6 +184,12 @@ class _Kind:
     right: int
     chunk: int | None
     problem: object
+    cached: bool  # the next token reads its keys and values again
+
+    @property
+    def follows(self) -> bool:
+        """Whether a longer context makes it longer."""
+        return self.seqlen_q is None or self.seqlen_k is None
 
     @property
     def mask(self) -> str:
@@ -198,8 +205,10 @@ class _Kind:
     def pairs(self, context: int) -> int:
         return visible_pairs(*self.lengths(context), self.left, self.right, self.chunk)
 
-    def cached(self, context: int) -> int:
+    def kept(self, context: int) -> int:
         """Keys that a cache keeps for the next token."""
+        if not self.cached:
+            return 0
         keys = self.lengths(context)[1]
         limit = self.chunk or (self.left + 1 if self.left >= 0 else keys)
         return min(keys, limit)
@@ -207,16 +216,18 @@ class _Kind:
 
 def _kinds(facts: auditing.ModelFacts) -> dict[_Kind, list[str]]:
     """The calls of one forward, alike ones together, with their modules."""
-    probe = max((call.q_shape[1] for call in facts.calls if call.q_shape[0] == 1), default=0)
+    crosses = getattr(facts.config, "is_encoder_decoder", False)
     chunk = getattr(facts.config, "attention_chunk_size", None)
     kinds: dict[_Kind, list[str]] = {}
     for call in facts.calls:
         batch, rows, heads, head_dim = call.q_shape
         keys = call.k_shape[1]
         kind = _Kind(
-            heads * batch, call.k_shape[2] * batch, head_dim, call.v_shape[3], None if rows == probe else rows,
-            None if keys == probe else keys, *call.window, chunk if "key_ranges" in call.problem.features else None,
-            call.problem,
+            heads * batch, call.k_shape[2] * batch, head_dim, call.v_shape[3], None if rows == facts.context else rows,
+            None if keys == facts.context else keys, *call.window,
+            chunk if "key_ranges" in call.problem.features else None, call.problem,
+            call.window[1] == 0 or "key_ranges" in call.problem.features
+            or (crosses and "encoder" not in call.path.split(".")),
         )  # fmt: skip
         kinds.setdefault(kind, []).append(call.path)
     return kinds
@@ -273,9 +284,8 @@ def _way(kinds: dict, context: int, batch: int, element: int, kernel: bool, limi
 
 def _cache_bytes(kinds: dict, context: int, element: int) -> float:
     per_call = (
-        len(paths) * kind.cached(context) * kind.heads_kv * (kind.head_dim + kind.head_dim_v) * element
+        len(paths) * kind.kept(context) * kind.heads_kv * (kind.head_dim + kind.head_dim_v) * element
         for kind, paths in kinds.items()
-        if kind.seqlen_q is None
     )
     return float(sum(per_call))
 
@@ -304,7 +314,7 @@ def _largest_batch(kinds, context: int, element: int, kernel: bool, limits: Ceil
 
 def _largest_context(kinds, element: int, kernel: bool, limits: Ceilings, weights: int) -> int | None:
     """The most tokens, in steps of 1024, of which one sequence fits; by bisection, for what it needs only grows."""
-    if limits.memory_bytes is None or not kinds:
+    if limits.memory_bytes is None or not any(kind.follows for kind in kinds):
         return None
     low, high = 0, 1 << 14  # in steps: 16M tokens
     while low < high:
@@ -341,6 +351,8 @@ def cost(
     limits, speeds = ceilings(gpu, tflops=tflops, bandwidth=bandwidth, memory=memory)
     facts = auditing.facts(model, dtype=dtype, **load)
     kinds = _kinds(facts)
+    if kinds and not any(kind.follows for kind in kinds):
+        contexts = (max(kind.seqlen_q for kind in kinds),)
     element_type = next((kind.problem.dtype for kind in kinds), dtype or "bfloat16")
     element = ELEMENT_BYTES[element_type]
     device = planning.gpu(gpu)
@@ -365,7 +377,7 @@ def cost(
         squares = sum(len(p) * k.heads_q * math.prod(k.lengths(context)) for k, p in kinds.items())
         seen = sum(len(p) * k.heads_q * k.pairs(context) for k, p in kinds.items())
         own = ways[0].forward_flops
-        rest = 2.0 * facts.parameters * context * batch
+        rest = 2.0 * facts.active_parameters * context * batch
         found.append(
             ContextCost(
                 context,
@@ -395,6 +407,7 @@ def cost(
         element_type,
         batch,
         facts.parameters,
+        facts.active_parameters,
         facts.parameter_bytes,
         limits,
         price_per_gpu_hour,
@@ -405,13 +418,15 @@ def cost(
         _largest_context(kinds, element, True, limits, facts.parameter_bytes),
         _largest_context(kinds, element, False, limits, facts.parameter_bytes),
         _statement(found, kinds),
-        _notes(kinds, limits, speeds),
+        _notes(kinds, limits, speeds, facts.config, contexts),
     )
 
 
 def _statement(found: list[ContextCost], kinds: dict) -> str:
     if not kinds:
         return "No attention call was seen, so there is nothing to count."
+    if not any(kind.follows for kind in kinds):
+        return "The lengths of every call are the model's own (an image's patches), so a context changes nothing."
     text = (
         "Attention's compute is quadratic in the context wherever a layer sees all of it: twice the context is four times "
         "the work. A kernel keeps the N x N matrix out of memory; it does not save its products."
@@ -423,11 +438,17 @@ def _statement(found: list[ContextCost], kinds: dict) -> str:
     if len(found) > 1 and found[0].with_kernel.forward_flops:
         longer = found[-1].context / found[0].context
         work = found[-1].with_kernel.forward_flops / found[0].with_kernel.forward_flops
-        text += f" Here {longer:.4g} times the context is {work:.4g} times the forward's FLOPs."
+        text += f" Here {_rounded(longer)} times the context is {_rounded(work)} times the forward's FLOPs."
     return text
 
 
-def _notes(kinds: dict, limits: Ceilings, speeds: dict) -> list[str]:
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts) -> list[str]:
+    if not kinds:
+        return []
     notes = [
         "Memory that must fit: weights, KV cache, and attention's own of one layer. Other activations are not counted.",
         "Without a kernel, times and bytes are the least eager attention can take: each pass at full bandwidth.",
@@ -442,4 +463,13 @@ def _notes(kinds: dict, limits: Ceilings, speeds: dict) -> list[str]:
         )
     if any(not kind.chunk and "key_ranges" in kind.problem.features for kind in kinds):
         notes.append("Ranges of keys that the inputs decide (documents, padding) count as if every key were seen.")
+    if speeds and any(kind.chunk or kind.left >= 0 for kind in kinds):
+        notes.append("Windows and chunks are timed at the rate of causal calls of that length; they reach less.")
+    if getattr(config, "kv_lora_rank", None):
+        notes.append(
+            "The KV cache is transformers' own, of expanded keys and values; engines that keep the latent need less."
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and max(contexts) > positions:
+        notes.append(f"The configuration has positions for {positions} tokens; what is longer is counted all the same.")
     return notes

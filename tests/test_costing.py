@@ -165,6 +165,35 @@ def test_an_encoder_sees_everything_and_a_vision_tower_keeps_its_length():
     assert {(layer.mask, layer.seqlen_q) for layer in report.layers} == {("causal", None), ("full", 17)}
 
 
+def test_a_vision_model_has_its_own_length():
+    """Its weights are drawn from a truncated normal, which cannot be done without values."""
+    config = transformers.ViTConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    report = cost(config, contexts=(4096, 8192))
+    assert [found.context for found in report.contexts] == [17] and "changes nothing" in report.statement
+    assert report.contexts[0].kv_cache_bytes == 0 and report.largest_context_with_kernel is None
+
+
+def test_a_cache_holds_what_a_decoder_reads_again():
+    sizes = {"d_model": 64, "d_ff": 64, "num_heads": 4, "d_kv": 16, "vocab_size": 100}
+    config = transformers.T5Config(**sizes, num_layers=3, num_decoder_layers=2, decoder_start_token_id=0)
+    report = cost(config)
+    assert masks(report)["causal"] == 2 and sum(layer.count for layer in report.layers) == 7
+    assert report.contexts[0].kv_cache_bytes == (2 + 2) * 4096 * 4 * (16 + 16) * 2
+
+
+def test_a_token_is_multiplied_by_its_own_experts_only():
+    config = transformers.MixtralConfig(**SMALL, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2)
+    report = cost(config)
+    expert = 3 * 64 * 64
+    embedding = 100 * 64
+    assert report.parameters - report.active_parameters == 2 * 6 * expert + embedding
+    found = report.contexts[0]
+    own = found.with_kernel.forward_flops
+    assert found.share_of_forward == pytest.approx(own / (own + 2 * report.active_parameters * 4096))
+
+
 def test_hard_coded_attention_is_named_and_not_counted():
     report = cost(transformers.OpenAIGPTConfig(vocab_size=60, n_embd=64, n_layer=2, n_head=4, n_positions=1024))
     assert len(report.undispatched) == 2 and report.layers == []
@@ -233,9 +262,9 @@ def test_a_gpu_nobody_measured():
         cost(llama(), gpu="abacus")
 
 
-def test_fp32_has_no_kernel_and_says_so():
-    report = cost(llama(), dtype="float32")
-    assert all("dtype: " in " ".join(layer.declines) for layer in report.layers)
+def test_what_has_no_kernel_says_so():
+    report = cost(llama(), gpu="v100", dtype="float32")
+    assert all("generation: " in " ".join(layer.declines) for layer in report.layers)
     assert report.contexts[0].score_matrix_bytes == 64 * 2**20
 
 
