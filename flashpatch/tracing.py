@@ -410,6 +410,9 @@ class Trace:
             )
             mark = self._mark(device)
             return lambda out: call.backwards.append((mark, self._mark(device))) if call else None
+        if family.name == "native_mha":
+            mark = self._mark(device)
+            return lambda out: self._after_native(named, tensors, mark)
         q, k, v = operator_reading.tensors(named, tensors)
         if q is None:
             return None
@@ -450,6 +453,23 @@ class Trace:
         for value in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(value, torch.Tensor):
                 self._outputs.put(value, call)
+
+    def _after_native(self, named, tensors, mark) -> None:
+        """torch's C++ path: on a CPU it spells attention out, on a GPU it chooses."""
+        first = tensors[0]
+        shapes, dense = operator_reading.native(named), first.device.type == "cpu"
+        mask = named.get("mask")
+        name = "native_mha_dense" if dense else "native_mha"
+        call = self._note(name, *shapes, first.dtype, first.device, mask)
+        batch, heads, rows, head_dim = shapes[0]
+        columns = shapes[1][2]
+        call.flops = 4.0 * batch * heads * rows * columns * head_dim
+        call.bytes = nbytes(*tensors)
+        if dense:
+            call.matrix_shape, call.matrix_dtype = (batch, heads, rows, columns), module_reading.word(first.dtype)
+            call.matrix_bytes, call.matrices = batch * heads * rows * columns * first.element_size(), 2
+            call.bytes += 4 * call.matrix_bytes
+        call.start, call.stop = mark, self._mark(first.device)
 
     # ---- one call ----
 
@@ -506,7 +526,13 @@ class Trace:
         positions = self._stack[-1].position_ids if self._stack else None
         if positions is None or call.lengths[0] != call.lengths[1]:
             return
-        if call.features & {"varlen", "key_ranges"} or call.family in ("flex", "flex_eager", "native_mha"):
+        if call.features & {"varlen", "key_ranges"} or call.family in (
+            "flex",
+            "flex_eager",
+            "native_mha",
+            "native_mha_dense",
+            "unknown",
+        ):
             return
         known = self._documents.get(positions)
         if known is None:
