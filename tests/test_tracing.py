@@ -4,6 +4,7 @@ healthy models raise no alarm."""
 import gzip
 import json
 import math
+import threading
 
 import pytest
 import torch
@@ -443,6 +444,39 @@ def test_checkpointed_functions_and_threads_do_no_harm():
     q, k, v = (x.requires_grad_() for x in qkv())
     report = traced(lambda: checkpoint(spelled_out, q, k, v, use_reentrant=False).sum().backward())
     assert {row.family for row in report.rows} == {"eager"}
+
+
+def test_what_another_thread_runs_is_said_not_to_be_seen():
+    model = BY_NAME["llama"].model("sdpa")
+    with flashpatch.trace() as t:
+        thread = threading.Thread(target=model, args=(ids(),))
+        thread.start()
+        thread.join()
+    assert t.report.rows == [] and "other threads" in " ".join(t.report.statements)
+
+
+def test_what_is_replaced_inside_the_block_stays_replaced():
+    original = F.scaled_dot_product_attention
+
+    def theirs(q, k, v, **_):
+        return spelled_out(q, k, v)
+
+    try:
+        with flashpatch.trace() as t:
+            F.scaled_dot_product_attention = theirs
+            sdpa(*qkv())
+        assert F.scaled_dot_product_attention is theirs and t.report.rows[0].family == "eager"
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def test_a_profiler_that_runs_already_is_left_alone():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(RuntimeError, match="audit --profile"), flashpatch.trace(profile=True):
+            pass
+        with flashpatch.trace() as t:
+            sdpa(*qkv())
+    assert len(t.report.rows) == 1 and any("attention" in event.name for event in profiler.events())
 
 
 def test_flex_attention_uncompiled_is_found():
