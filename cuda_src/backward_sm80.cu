@@ -6,6 +6,7 @@
 // A fragments of dV = P^T dO and dK = dS^T Q as they are. Only dS^T goes through shared memory, for dQ = dS K.
 // Where dK and dV of 16 keys do not fit a warp's registers (kSplit = 2), two warps share the keys: each computes half of the
 // queries' columns of S^T, P^T goes through shared memory too, and each keeps half of the columns of dK and dV.
+#include "product.cuh"
 #include "scores.cuh"
 
 using KTile = Tile<kBlockN, kHeadDim>;
@@ -170,8 +171,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     put_statistics();
   }
 
-  const Window16<KTile> k_rows = down_first(k_smem, key_warp, 0);
-  const Window16<VTile> v_rows = down_first(v_smem, key_warp, 0);
+  const Window16<KTile> k_rows = left_rows(k_smem, key_warp);
+  const Window16<VTile> v_rows = left_rows(v_smem, key_warp);
 
   int stage = 0;
   bool first_round = true;
@@ -206,10 +207,10 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         // S^T = K Q^T, dP^T = V dO^T
         float s_frag[kKeyFrags][kPartFrags][4], dp_frag[kKeyFrags][kPartFrags][4];  // [keys of the warp, queries of the part]
         clear(s_frag);
-        multiply_transposed<kHeadDim / 16>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
+        multiply_transposed<kHeadDim / kMmaDepth>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
                                            right_first(q_smem(stage), query_warp + part * 8, 0));
         clear(dp_frag);
-        multiply_transposed<kHeadDimV / 16>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
+        multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
                                             right_first(dout_smem(stage), query_warp + part * 8, 0));
 
         // P = exp2(S - logsumexp), dS = P (dP - delta)
@@ -251,17 +252,17 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               if constexpr (kHasDropout) s = keep ? s : 0.f;
             }
         }
-        u32 p_packed[kKeyFrags][kPartFrags][2], ds_packed[kKeyFrags][kPartFrags][2];
+        u32 p_packed[kKeyFrags][kPartFrags][kPacked], ds_packed[kKeyFrags][kPartFrags][kPacked];
         pack_accumulators(p_packed, s_frag);
         pack_accumulators(ds_packed, dp_frag);
         store_packed(ds_smem, key_warp, (query_warp + part * 8) / 16, ds_packed);
 
         // dV += P^T dO, dK += dS^T Q
         if constexpr (kSplit == 1) {
-          multiply<kPartFrags / 2>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, p_packed, k); },
-                                   down_first(dout_smem(stage), part * 8, 0));
-          multiply<kPartFrags / 2>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, ds_packed, k); },
-                                   down_first(q_smem(stage), part * 8, 0));
+          multiply<kPartFrags * 8 / kMmaDepth>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, p_packed, k); },
+                                   right_rows(dout_smem(stage), part * 8));
+          multiply<kPartFrags * 8 / kMmaDepth>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, ds_packed, k); },
+                                   right_rows(q_smem(stage), part * 8));
         } else {
           store_packed(p_smem, key_warp, (query_warp + part * 8) / 16, p_packed);
         }
@@ -272,11 +273,11 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
 
     if constexpr (kSplit > 1) {
       sync_block();  // P^T and dS^T are complete
-      const Window16<ScoreTile> p_rows = down_first(p_smem, key_warp, 0), ds_rows = down_first(ds_smem, key_warp, 0);
-      multiply<kBlockM / 16, kSplit>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
-                                     down_first(dout_smem(stage), 0, warp_d * 2));
-      multiply<kBlockM / 16, kSplit>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
-                                     down_first(q_smem(stage), 0, warp_d * 2));
+      const auto p_rows = left_rows_of_packed(p_smem, key_warp), ds_rows = left_rows_of_packed(ds_smem, key_warp);
+      multiply<kBlockM / kMmaDepth, kSplit>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
+                                     right_rows(dout_smem(stage), 0, warp_d));
+      multiply<kBlockM / kMmaDepth, kSplit>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
+                                     right_rows(q_smem(stage), 0, warp_d));
     }
     if constexpr (kDeterministic) await_turn(block);
     sync_block();  // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
@@ -290,11 +291,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     const int dq_m = warp_index() / kDqWarpsN * kDqRowFrags, dq_n = warp_index() % kDqWarpsN;
     float dq_frag[kDqRowFrags][kDqColumnFrags][4];
     clear(dq_frag);
-    const Window16<ScoreTile> ds_columns = right_first(ds_smem, 0, 0);
-    multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) {
-#pragma unroll
-      for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(a_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
-    }, down_first(k_smem, 0, dq_n * 2));
+    const auto ds_columns = left_columns(ds_smem);
+    multiply<kBlockN / kMmaDepth, kDqWarpsN>(
+        dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) { load_columns(a_frag, ds_columns, k, dq_m); }, right_rows(k_smem, 0, dq_n));
     float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, head, block.m_block) * (kBlockM * kHeadDim);
 #pragma unroll
     for (int m = 0; m < kDqRowFrags; ++m)

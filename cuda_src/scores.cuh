@@ -11,7 +11,7 @@ struct Scores {
   float tanh_log2;         // softmax_scale / softcap * 2 log2(e): the argument of tanh, as exp2 takes it
   float softcap_log2;      // softcap * log2(e)
   float slope_log2;        // ALiBi slope * log2(e)
-  const u16* bias;         // (batch, head)
+  const Element* bias;     // (batch, head)
 };
 
 DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
@@ -22,7 +22,7 @@ DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
     scores.softcap_log2 = p.softcap * kLog2e;
   }
   if constexpr (kHasAlibi) scores.slope_log2 = ld_global(p.alibi_slopes + (s.batch * p.alibi_stride_batch + head)) * kLog2e;
-  if constexpr (kHasBias) scores.bias = (const u16*)p.bias + (s.batch * p.bias_stride_batch + head * p.bias_stride_head);
+  if constexpr (kHasBias) scores.bias = (const Element*)p.bias + (s.batch * p.bias_stride_batch + head * p.bias_stride_head);
   return scores;
 }
 
@@ -31,17 +31,20 @@ DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
 DEVICE float tanh_of(float x_log2) { return 1.f - 2.f * rcp_approx(1.f + exp2_approx(x_log2)); }
 
 DEVICE float widen(u16 bits) { return unpack<kIsBf16>(bits).x; }
+DEVICE float widen(float x) { return x; }
 
-// Bias of row i, key j, and of (i, j) and (i, j + 1): one load where the two lie in one 32-bit word. 0 outside.
+// Bias of row i, key j, and of (i, j) and (i, j + 1): one load where the two lie in one aligned word. 0 outside.
 DEVICE float bias_at(const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
   if (!kHasBias || i >= s.q_length || j >= s.k_length) return 0.f;
   return widen(ld_global(scores.bias + (i * p.bias_stride_row + j * p.bias_stride_column)));
 }
 DEVICE F32x2 bias_pair(const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
   if constexpr (kHasBias) {
-    const u16* first = scores.bias + (i * p.bias_stride_row + j * p.bias_stride_column);
-    if (i < s.q_length && j + 1 < s.k_length && p.bias_stride_column == 1 && ((u64)first & 3) == 0)
-      return unpack<kIsBf16>(ld_global((const u32*)first));
+    const Element* first = scores.bias + (i * p.bias_stride_row + j * p.bias_stride_column);
+    if (i < s.q_length && j + 1 < s.k_length && p.bias_stride_column == 1 && ((u64)first & (2 * sizeof(Element) - 1)) == 0) {
+      if constexpr (kIsFp32) return ld_global((const F32x2*)first);
+      else return unpack<kIsBf16>(ld_global((const u32*)first));
+    }
   }
   return {bias_at(p, s, scores, i, j), bias_at(p, s, scores, i, j + 1)};
 }

@@ -287,7 +287,8 @@ def _has_readable_strides(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0:
         return True
     *strides, last = tensor.stride()
-    return last == 1 and not any(s % 8 and size > 1 for s, size in zip(strides, tensor.shape, strict=False))
+    step = 16 // tensor.element_size()
+    return last == 1 and not any(s % step and size > 1 for s, size in zip(strides, tensor.shape, strict=False))
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

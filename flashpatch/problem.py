@@ -24,6 +24,7 @@ class Problem:
     head_dim: int
     head_dim_v: int
     features: frozenset[str] = frozenset()
+    tf32: bool = False  # fp32 with the products rounded to TF32, as the user allowed torch's own matrix products to be
 
     def backward(self) -> Problem:
         """The backward of this forward."""
@@ -72,6 +73,7 @@ class Config:
     has_sinks: bool = False
     has_dropout: bool = False
     deterministic: bool = False
+    tf32: bool = False
 
 
 @dataclass(frozen=True)

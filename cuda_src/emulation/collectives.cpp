@@ -40,6 +40,30 @@ void run_mma(void* const (&arguments)[kLanes], Site site) {
   }
 }
 
+// d[16x8] += a[16x8] b[8x8]. a[0..3]: (row g, column t), (g + 8, t), (g, t + 4), (g + 8, t + 4); b[0..1]: rows t and t + 4 of
+// column g; d as above.
+void run_mma_tf32(void* const (&arguments)[kLanes], Site site) {
+  count("mma_m16n8k8_tf32", site);
+  float a[16][8], b[8][8], d[16][8];
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    const MmaArguments& in = *static_cast<const MmaArguments*>(arguments[lane]);
+    const u32 g = lane / 4, t = lane % 4;
+    for (u32 i = 0; i < 4; ++i) {
+      a[g + i % 2 * 8][t + i / 2 * 4] = tf32_to_float(in.a[i]);
+      d[g + i / 2 * 8][2 * t + i % 2] = in.d[i];
+    }
+    for (u32 i = 0; i < 2; ++i) b[t + i * 4][g] = tf32_to_float(in.b[i]);
+  }
+  for (u32 row = 0; row < 16; ++row)
+    for (u32 k = 0; k < 8; ++k)
+      for (u32 column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    float* out = static_cast<const MmaArguments*>(arguments[lane])->d;
+    const u32 g = lane / 4, t = lane % 4;
+    for (u32 i = 0; i < 4; ++i) out[i] = d[g + i / 2 * 8][2 * t + i % 2];
+  }
+}
+
 struct LdmatrixArguments {
   u32* r;
   u32 address;
@@ -150,6 +174,7 @@ void run_sync_warp(void* const (&)[kLanes], Site site) {
 
 const Collective kMmaBf16{"mma_m16n8k16", run_mma<true>};
 const Collective kMmaFp16{"mma_m16n8k16", run_mma<false>};
+const Collective kMmaTf32{"mma_m16n8k8_tf32", run_mma_tf32};
 const Collective kLdmatrix{"ldmatrix_x4", run_ldmatrix<false>};
 const Collective kLdmatrixTrans{"ldmatrix_x4_trans", run_ldmatrix<true>};
 const Collective kShflXor{"shfl_xor", run_shfl};
@@ -166,6 +191,11 @@ const Collective kSyncWarp{"sync_warp", run_sync_warp};
 void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool is_bf16, Site site) {
   MmaArguments arguments{d, a, {b0, b1}};
   rendezvous(is_bf16 ? kMmaBf16 : kMmaFp16, &arguments, site);
+}
+
+void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Site site) {
+  MmaArguments arguments{d, a, {b0, b1}};
+  rendezvous(kMmaTf32, &arguments, site);
 }
 
 void ldmatrix(u32 (&r)[4], u32 address, bool transposed, Site site) {

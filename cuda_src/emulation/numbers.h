@@ -1,4 +1,4 @@
-// 16-bit floating point on the host: exact widening, narrowing to nearest even.
+// 16-bit floating point on the host: exact widening, narrowing to nearest even; TF32 in 32 bits.
 #pragma once
 #include "machine.h"
 
@@ -42,6 +42,14 @@ inline u32 float_to_fp16(float x) {
   }
   const u32 rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return sign | ((rounded - 0x38000000u) >> 13);
+}
+
+// What a tensor core sees of an operand: the 13 low bits are ignored.
+inline float tf32_to_float(u32 bits) { return float_of(bits & 0xffffe000u); }
+
+inline u32 float_to_tf32(float x) {  // ties away from zero
+  const u32 bits = bits_of(x);
+  return ((bits & 0x7fffffffu) < 0x7f800000u ? bits + 0x1000u : bits) & 0xffffe000u;
 }
 
 template <bool kIsBf16>

@@ -1,0 +1,116 @@
+// Products of fp32 tiles on tensor cores that take TF32 (11 significant bits): every element is split into a TF32 number and
+// what that leaves, x = high + low, and a b = high high' + (high low' + low high') to 2^-22, the error of fp32 itself.
+//
+// Tensor cores round sums towards zero, so the small products have sums of their own, and neither goes on for longer than
+// one tile: the result is added to `acc` in fp32, rounded to nearest.
+//
+// Fragments of mma.m16n8k8, lane = 4 * g + t, one element to a register:
+//
+//   A [16 x 8]  a0 (g, t) a1 (g + 8, t) a2 (g, t + 4) a3 (g + 8, t + 4)       B [8 x 8]  b0 (t, g) b1 (t + 4, g)
+//
+// and C as for 16 bits. An 8x8 matrix of ldmatrix is 8 rows of 4 elements: with the same addresses it fills these A, and B
+// of a tile stored [n][k]. C holds columns 2t and 2t + 1 where A wants t and t + 4; `multiply` therefore takes the columns of
+// A and the rows of B in another order, 2t for t and 2t + 1 for t + 4, whoever they come from: a sum has no order.
+#pragma once
+#include "tile.cuh"
+
+// `high` is x rounded to nearest, so that `low` has either sign and products of two of them, which are left out, cancel;
+// the tensor core ignores the two bits of `low` that TF32 may lack. An infinity leaves NaN in `low`: see sum_of; a NaN may
+// leave `high`, but not `low`.
+struct Parts {
+  u32 high, low;
+};
+DEVICE Parts split(u32 x) {
+  if constexpr (kTf32) return {round_tf32(__uint_as_float(x)), 0};
+  const u32 high = (x + 0x1000u) & 0xffffe000u;
+  return {high, __float_as_uint(__uint_as_float(x) - __uint_as_float(high))};
+}
+
+// high + low, where `low` counts only beside a finite number: a product with an infinity in it leaves NaN there.
+DEVICE float sum_of(float high, float low) { return fabsf(high) < -negative_infinity() ? high + low : high; }
+
+// Sums of one tile's products, [16 kM x 16 kPairs].
+template <int kM, int kPairs> struct TileSum {
+  float high[kM][2 * kPairs][4], low[kM][2 * kPairs][4];
+
+  DEVICE TileSum() {
+    clear(high);
+    clear(low);
+  }
+  // b_frag[pair]: b0 and b1 of the pair's first n-fragment, then of its second.
+  DEVICE void add(const u32 (&a_frag)[kM][4], const u32 (&b_frag)[kPairs][4]) {
+    u32 a_high[kM][4], a_low[kM][4], b_high[kPairs][4], b_low[kPairs][4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const Parts parts = split(a_frag[m][e]);
+        a_high[m][e] = parts.high, a_low[m][e] = parts.low;
+      }
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const Parts parts = split(b_frag[pair][e]);
+        b_high[pair][e] = parts.high, b_low[pair][e] = parts.low;
+      }
+    }
+    if constexpr (!kTf32) {
+      multiply(low, a_low, b_high);
+      multiply(low, a_high, b_low);
+    }
+    multiply(high, a_high, b_high);
+  }
+  static DEVICE void multiply(float (&sum)[kM][2 * kPairs][4], const u32 (&a)[kM][4], const u32 (&b)[kPairs][4]) {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma_m16n8k8_tf32(sum[m][2 * pair], a[m], b[pair][0], b[pair][1]);
+        mma_m16n8k8_tf32(sum[m][2 * pair + 1], a[m], b[pair][2], b[pair][3]);
+      }
+  }
+  // acc += the sums, from n-fragment `first` on.
+  template <int kN> DEVICE void add_to(float (&acc)[kM][kN][4], int first) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < 2 * kPairs; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[m][first + n][e] += kTf32 ? high[m][n][e] : sum_of(high[m][n][e], low[m][n][e]);
+  }
+};
+
+// Pairs of n-fragments summed at a time, of `pairs`: each needs 16 kM registers, and A is read and split anew for the next.
+constexpr int kSumRegisters = 64;
+constexpr int pairs_at_a_time(int m_frags, int pairs, int wanted = 4) {
+  return pairs % wanted == 0 && 16 * m_frags * wanted <= kSumRegisters || wanted == 1 ? wanted : pairs_at_a_time(m_frags, pairs, wanted / 2);
+}
+
+// This lane's elements of a tile stored [k][n] as `multiply` takes them: column g of rows 2t and 2t + 1. Moves like Window16.
+template <class T> struct WindowColumns {
+  u32 base, lane_offset;
+  DEVICE u32 even(int row, int chunk) const { return at(row, chunk & T::kSwizzle, chunk & ~T::kSwizzle); }
+  // Row 2t + 1 is folded as row 2t, with the highest bit flipped.
+  DEVICE u32 odd(int row, int chunk) const { return at(row, chunk & T::kSwizzle ^ 4, chunk & ~T::kSwizzle) + T::kPitch; }
+  DEVICE u32 at(int row, int folded, int line) const { return (lane_offset ^ (folded << 4)) + (base + (line << 4) + row * T::kPitch); }
+};
+template <class T> DEVICE WindowColumns<T> columns_of(T tile, int row, int chunk) {
+  const int g = lane_index() >> 2, t = lane_index() & 3;
+  return {tile.base, T::offset(row + 2 * t, chunk + (g >> 2)) + (g & 3) * 4};
+}
+// B fragments of a pair, from chunk `chunk` on.
+template <class T> DEVICE void load_columns(u32 (&b_frag)[4], WindowColumns<T> b, int row, int chunk) {
+  b_frag[0] = ld_shared<u32>(b.even(row, chunk));
+  b_frag[1] = ld_shared<u32>(b.odd(row, chunk));
+  b_frag[2] = ld_shared<u32>(b.even(row, chunk + 2));
+  b_frag[3] = ld_shared<u32>(b.odd(row, chunk + 2));
+}
+
+// This lane's elements of a tile stored [m][k]: columns 2t and 2t + 1 of row g.
+template <class T> struct WindowRows {
+  u32 base, lane_offset;
+  DEVICE u32 at(int row, int chunk) const { return Window16<T>{base, lane_offset}.at(row, chunk); }
+};
+template <class T> DEVICE WindowRows<T> rows_of_pairs(T tile, int row) {
+  const int g = lane_index() >> 2, t = lane_index() & 3;
+  return {tile.base, T::offset(row + g, t >> 1) + (t & 1) * 8};
+}
