@@ -22,7 +22,7 @@ constexpr int kDkFrags = kHeadDim / 8 / kSplit, kDvFrags = kHeadDimV / 8 / kSpli
 static_assert(kBlockN % 16 == 0 && kKeyFrags * kNumWarps * 16 == kBlockN * kSplit && kKeyFrags >= 1, "warps share out the keys evenly");
 static_assert(kQueryFrags % 2 == 0 && kQueryFrags <= 16 && kDkFrags % 2 == 0 && kDvFrags % 2 == 0, "fragments come in pairs");
 
-constexpr int kScoreBudget = 192;  // registers of dK, dV, S and dP together: more spills
+constexpr int kScoreBudget = kIsFp32 ? 112 : 192;  // registers of dK, dV, S and dP together: more spills
 // Fragments of queries whose S and dP are held at a time: what dK and dV leave of the registers.
 constexpr int kGradientRegisters = kKeyFrags * (kHeadDim + kHeadDimV) / 2 / kSplit;
 constexpr int part_frags(int wanted) {
@@ -30,6 +30,7 @@ constexpr int part_frags(int wanted) {
   return fits || wanted == 2 ? wanted : part_frags(wanted / 2);
 }
 constexpr int kPartFrags = part_frags(8);
+constexpr int kPartsAtATime = kIsFp32 ? 1 : kQueryFrags / kPartFrags;
 
 // dQ [kBlockM, kHeadDim] is dealt out to kDqWarpsM x kDqWarpsN warps: 32 rows each where the columns allow it, for then every
 // fragment of K read serves two products.
@@ -200,7 +201,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     const Dropout dropout = dropout_of(p, position.batch, head);
     // One part of the queries after the other; straight-line code, so that one part's exp2 can run beside another's products
     const auto visit = [&](auto mask) {
-#pragma unroll
+#pragma unroll kPartsAtATime
       for (int part = 0; part < kQueryFrags; part += kPartFrags) {
         const int column = query_lane + part * 8, i_first = block.m_block * kBlockM + column;
 
@@ -274,9 +275,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     if constexpr (kSplit > 1) {
       sync_block();  // P^T and dS^T are complete
       const auto p_rows = left_rows_of_packed(p_smem, key_warp), ds_rows = left_rows_of_packed(ds_smem, key_warp);
-      multiply<kBlockM / kMmaDepth, kSplit>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
+      multiply<kBlockM / kMmaDepth, kSplit, kStepsAtATime>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
                                      right_rows(dout_smem(stage), 0, warp_d));
-      multiply<kBlockM / kMmaDepth, kSplit>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
+      multiply<kBlockM / kMmaDepth, kSplit, kStepsAtATime>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
                                      right_rows(q_smem(stage), 0, warp_d));
     }
     if constexpr (kDeterministic) await_turn(block);
@@ -292,7 +293,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     float dq_frag[kDqRowFrags][kDqColumnFrags][4];
     clear(dq_frag);
     const auto ds_columns = left_columns(ds_smem);
-    multiply<kBlockN / kMmaDepth, kDqWarpsN>(
+    multiply<kBlockN / kMmaDepth, kDqWarpsN, kStepsAtATime>(
         dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) { load_columns(a_frag, ds_columns, k, dq_m); }, right_rows(k_smem, 0, dq_n));
     float* dq_accum = p.dq_accum + query_block_offset(p, position.batch, head, block.m_block) * (kBlockM * kHeadDim);
 #pragma unroll

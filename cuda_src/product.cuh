@@ -69,24 +69,16 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 
 // ---- the products ----
 
-// B stored [n][k] (`b` from right_first): acc += A B^T in the tile's own terms.
+// Steps unrolled where A comes from a tile: in fp32 there are many, of many instructions each.
+constexpr int kStepsAtATime = kIsFp32 ? 2 : 64;
+
+// B stored [n][k] (`b` from right_first): acc += A B^T in the tile's own terms; acc is 0 before.
 template <int kSteps, class T, int kM, int kN, class LoadA>
 DEVICE void multiply_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, Window16<T> b) {
   if constexpr (kIsFp32) {
-    constexpr int kPairs = pairs_at_a_time(kM, kN / 2);
-#pragma unroll
-    for (int first = 0; first < kN / 2; first += kPairs) {
-      TileSum<kM, kPairs> sum;
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        u32 a_frag[kM][4], b_frag[kPairs][4];
-        load_a(a_frag, k);
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) ldmatrix_x4(b_frag[pair], b.at((first + pair) * 16, k * 2));
-        sum.add(a_frag, b_frag);
-      }
-      sum.add_to(acc, first * 2);
-    }
+    multiply_tile<kSteps, kStepsAtATime>(acc, load_a, [&](u32 (&b_frag)[4], int pair, int k) {
+      ldmatrix_x4(b_frag, b.at(pair * 16, k * 2));
+    });
   } else {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -106,29 +98,19 @@ DEVICE void multiply_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, Wi
   }
 }
 
-// B stored [k][n]: column pairs are kPairStride apart, from pair `pair` on.
+// B stored [k][n], from row `row` and column pair `pair` on, for multiply.
 template <class T> DEVICE auto right_rows(T tile, int row, int pair = 0) {
   if constexpr (kIsFp32) return columns_of(tile, row, pair * kPairChunks);
   else return down_first(tile, row, pair * kPairChunks);
 }
-template <int kSteps, int kPairStride = 1, class W, int kM, int kN, class LoadA>
+
+// acc += A B. Column pairs are kPairStride apart.
+template <int kSteps, int kPairStride = 1, int kUnrolled = kSteps, class W, int kM, int kN, class LoadA>
 DEVICE void multiply(float (&acc)[kM][kN][4], const LoadA& load_a, W b) {
   if constexpr (kIsFp32) {
-    constexpr int kPairs = pairs_at_a_time(kM, kN / 2);
-#pragma unroll
-    for (int first = 0; first < kN / 2; first += kPairs) {
-      TileSum<kM, kPairs> sum;
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        u32 a_frag[kM][4], b_frag[kPairs][4];
-        load_a(a_frag, k);
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair)
-          load_columns(b_frag[pair], b, k * kMmaDepth, (first + pair) * kPairStride * kPairChunks);
-        sum.add(a_frag, b_frag);
-      }
-      sum.add_to(acc, first * 2);
-    }
+    add_tile<kSteps, kUnrolled>(acc, load_a, [&](u32 (&b_frag)[4], int pair, int k) {
+      load_columns(b_frag, b, k * kMmaDepth, pair * kPairStride * kPairChunks);
+    });
   } else {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {

@@ -29,60 +29,88 @@ DEVICE Parts split(u32 x) {
 // high + low, where `low` counts only beside a finite number: a product with an infinity in it leaves NaN there.
 DEVICE float sum_of(float high, float low) { return fabsf(high) < -negative_infinity() ? high + low : high; }
 
-// Sums of one tile's products, [16 kM x 16 kPairs].
-template <int kM, int kPairs> struct TileSum {
-  float high[kM][2 * kPairs][4], low[kM][2 * kPairs][4];
-
-  DEVICE TileSum() {
-    clear(high);
-    clear(low);
+// high, from n-fragment `first` on, and low += a step's products. b_frag[pair]: b0 and b1 of the pair's first n-fragment, then
+// of its second.
+template <int kM, int kN, int kPairs>
+DEVICE void multiply_parts(float (&high)[kM][kN][4], int first, float (&low)[kM][2 * kPairs][4], const u32 (&a_frag)[kM][4],
+                           const u32 (&b_frag)[kPairs][4]) {
+  Parts a[kM][4], b[kPairs][4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a[m][e] = split(a_frag[m][e]);
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) b[pair][e] = split(b_frag[pair][e]);
   }
-  // b_frag[pair]: b0 and b1 of the pair's first n-fragment, then of its second.
-  DEVICE void add(const u32 (&a_frag)[kM][4], const u32 (&b_frag)[kPairs][4]) {
-    u32 a_high[kM][4], a_low[kM][4], b_high[kPairs][4], b_low[kPairs][4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        const Parts parts = split(a_frag[m][e]);
-        a_high[m][e] = parts.high, a_low[m][e] = parts.low;
-      }
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        const Parts parts = split(b_frag[pair][e]);
-        b_high[pair][e] = parts.high, b_low[pair][e] = parts.low;
-      }
-    }
-    if constexpr (!kTf32) {
-      multiply(low, a_low, b_high);
-      multiply(low, a_high, b_low);
-    }
-    multiply(high, a_high, b_high);
-  }
-  static DEVICE void multiply(float (&sum)[kM][2 * kPairs][4], const u32 (&a)[kM][4], const u32 (&b)[kPairs][4]) {
+  const auto each = [&](const auto& product) {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair)
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        mma_m16n8k8_tf32(sum[m][2 * pair], a[m], b[pair][0], b[pair][1]);
-        mma_m16n8k8_tf32(sum[m][2 * pair + 1], a[m], b[pair][2], b[pair][3]);
-      }
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) product(m, pair, half * 2, pair * 2 + half);
+  };
+  if constexpr (!kTf32) {
+    each([&](int m, int pair, int e, int n) {
+      mma_m16n8k8_tf32(low[m][n], {a[m][0].low, a[m][1].low, a[m][2].low, a[m][3].low}, b[pair][e].high, b[pair][e + 1].high);
+    });
+    each([&](int m, int pair, int e, int n) {
+      mma_m16n8k8_tf32(low[m][n], {a[m][0].high, a[m][1].high, a[m][2].high, a[m][3].high}, b[pair][e].low, b[pair][e + 1].low);
+    });
   }
-  // acc += the sums, from n-fragment `first` on.
-  template <int kN> DEVICE void add_to(float (&acc)[kM][kN][4], int first) const {
+  each([&](int m, int pair, int e, int n) {
+    mma_m16n8k8_tf32(high[m][first + n], {a[m][0].high, a[m][1].high, a[m][2].high, a[m][3].high}, b[pair][e].high, b[pair][e + 1].high);
+  });
+}
+
+// Pairs of n-fragments at a time, of `pairs`, where one needs `registers` for its sums: A is read and split anew for the next.
+constexpr int pairs_at_a_time(int pairs, int registers, int most, int wanted = 8) {
+  return (pairs % wanted == 0 && registers * wanted <= most) || wanted == 1 ? wanted : pairs_at_a_time(pairs, registers, most, wanted / 2);
+}
+
+// The sum of one tile's products, which has been 0 before. load_b(b_frag, pair, k) fills the B fragments of a pair.
+template <int kSteps, int kUnrolled, int kM, int kN, class LoadA, class LoadB>
+DEVICE void multiply_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
+  constexpr int kPairs = pairs_at_a_time(kN / 2, 8 * kM, 64);
+#pragma unroll
+  for (int first = 0; first < kN / 2; first += kPairs) {
+    float low[kM][2 * kPairs][4];
+    clear(low);
+#pragma unroll kUnrolled
+    for (int k = 0; k < kSteps; ++k) {
+      u32 a_frag[kM][4], b_frag[kPairs][4];
+      load_a(a_frag, k);
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) load_b(b_frag[pair], first + pair, k);
+      multiply_parts(acc, first * 2, low, a_frag, b_frag);
+    }
+    if constexpr (!kTf32) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int n = 0; n < 2 * kPairs; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[m][first * 2 + n][e] = sum_of(acc[m][first * 2 + n][e], low[m][n][e]);
+    }
+  }
+}
+
+// acc += the sum of one tile's products.
+template <int kSteps, int kUnrolled, int kM, int kN, class LoadA, class LoadB>
+DEVICE void add_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
+  constexpr int kPairs = pairs_at_a_time(kN / 2, 16 * kM, 32);
+#pragma unroll
+  for (int first = 0; first < kN / 2; first += kPairs) {
+    float tile[kM][2 * kPairs][4];
+    clear(tile);
+    multiply_tile<kSteps, kUnrolled>(tile, load_a, [&](u32 (&b_frag)[4], int pair, int k) { load_b(b_frag, first + pair, k); });
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int n = 0; n < 2 * kPairs; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) acc[m][first + n][e] += kTf32 ? high[m][n][e] : sum_of(high[m][n][e], low[m][n][e]);
+        for (int e = 0; e < 4; ++e) acc[m][first * 2 + n][e] += tile[m][n][e];
   }
-};
-
-// Pairs of n-fragments summed at a time, of `pairs`: each needs 16 kM registers, and A is read and split anew for the next.
-constexpr int kSumRegisters = 64;
-constexpr int pairs_at_a_time(int m_frags, int pairs, int wanted = 4) {
-  return pairs % wanted == 0 && 16 * m_frags * wanted <= kSumRegisters || wanted == 1 ? wanted : pairs_at_a_time(m_frags, pairs, wanted / 2);
 }
 
 // This lane's elements of a tile stored [k][n] as `multiply` takes them: column g of rows 2t and 2t + 1. Moves like Window16.
