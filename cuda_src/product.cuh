@@ -76,9 +76,9 @@ constexpr int kStepsAtATime = kIsFp32 ? 2 : 64;
 template <int kSteps, class T, int kM, int kN, class LoadA>
 DEVICE void multiply_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, Window16<T> b) {
   if constexpr (kIsFp32) {
-    multiply_tile<kSteps, kStepsAtATime>(acc, load_a, [&](u32 (&b_frag)[4], int pair, int k) {
-      ldmatrix_x4(b_frag, b.at(pair * 16, k * 2));
-    });
+    const auto load_b = [&](u32 (&b_frag)[4], int pair, int k) { ldmatrix_x4(b_frag, b.at(pair * 16, k * 2)); };
+    if constexpr (kSteps <= kLongestSum) multiply_tile<kSteps, kStepsAtATime>(acc, load_a, load_b);
+    else add_tiles<kSteps, kStepsAtATime>(acc, load_a, load_b);
   } else {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {

@@ -26,22 +26,21 @@ DEVICE Parts split(u32 x) {
   return {high, __float_as_uint(__uint_as_float(x) - __uint_as_float(high))};
 }
 
+template <int kCount> DEVICE void split(Parts (&parts)[kCount][4], const u32 (&frag)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) parts[i][e] = split(frag[i][e]);
+}
+
 // high + low, where `low` counts only beside a finite number: a product with an infinity in it leaves NaN there.
 DEVICE float sum_of(float high, float low) { return fabsf(high) < -negative_infinity() ? high + low : high; }
 
-// high, from n-fragment `first` on, and low += a step's products. b_frag[pair]: b0 and b1 of the pair's first n-fragment, then
-// of its second.
+// high, from n-fragment `first` on, and low += a step's products. b[pair]: b0 and b1 of the pair's first n-fragment, then of its
+// second.
 template <int kM, int kN, int kPairs>
-DEVICE void multiply_parts(float (&high)[kM][kN][4], int first, float (&low)[kM][2 * kPairs][4], const u32 (&a_frag)[kM][4],
-                           const u32 (&b_frag)[kPairs][4]) {
-  Parts a[kM][4], b[kPairs][4];
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) a[m][e] = split(a_frag[m][e]);
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) b[pair][e] = split(b_frag[pair][e]);
-  }
+DEVICE void multiply_parts(float (&high)[kM][kN][4], int first, float (&low)[kM][2 * kPairs][4], const Parts (&a)[kM][4],
+                           const Parts (&b)[kPairs][4]) {
   const auto each = [&](const auto& product) {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair)
@@ -68,6 +67,7 @@ constexpr int pairs_at_a_time(int pairs, int registers, int most, int wanted = 8
   return (pairs % wanted == 0 && registers * wanted <= most) || wanted == 1 ? wanted : pairs_at_a_time(pairs, registers, most, wanted / 2);
 }
 
+constexpr bool kPrefetch = false;
 // The sum of one tile's products, which has been 0 before. load_b(b_frag, pair, k) fills the B fragments of a pair.
 template <int kSteps, int kUnrolled, int kM, int kN, class LoadA, class LoadB>
 DEVICE void multiply_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
@@ -76,13 +76,21 @@ DEVICE void multiply_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const Lo
   for (int first = 0; first < kN / 2; first += kPairs) {
     float low[kM][2 * kPairs][4];
     clear(low);
-#pragma unroll kUnrolled
-    for (int k = 0; k < kSteps; ++k) {
-      u32 a_frag[kM][4], b_frag[kPairs][4];
+    u32 a_frag[kM][4], b_frag[kPairs][4];
+    const auto load = [&](int k) {
       load_a(a_frag, k);
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) load_b(b_frag[pair], first + pair, k);
-      multiply_parts(acc, first * 2, low, a_frag, b_frag);
+    };
+    if constexpr (kPrefetch) load(0);
+#pragma unroll kUnrolled
+    for (int k = 0; k < kSteps; ++k) {
+      if constexpr (!kPrefetch) load(k);
+      Parts a[kM][4], b[kPairs][4];
+      split(a, a_frag);
+      split(b, b_frag);
+      if (kPrefetch && k + 1 < kSteps) load(k + 1);
+      multiply_parts(acc, first * 2, low, a, b);
     }
     if constexpr (!kTf32) {
 #pragma unroll
@@ -111,6 +119,18 @@ DEVICE void add_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& 
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc[m][first * 2 + n][e] += tile[m][n][e];
   }
+}
+
+// A longer sum, in tiles of kLongestSum steps.
+constexpr int kLongestSum = 16;
+template <int kSteps, int kUnrolled, int kM, int kN, class LoadA, class LoadB>
+DEVICE void add_tiles(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
+  constexpr int kTile = kSteps % kLongestSum == 0 ? kLongestSum : kLongestSum / 2;
+  static_assert(kSteps % kTile == 0, "head dims are multiples of 64 where they are long");
+#pragma unroll 1
+  for (int k_first = 0; k_first < kSteps; k_first += kTile)
+    add_tile<kTile, kUnrolled>(acc, [&](u32 (&a_frag)[kM][4], int k) { load_a(a_frag, k_first + k); },
+                               [&](u32 (&b_frag)[4], int pair, int k) { load_b(b_frag, pair, k_first + k); });
 }
 
 // This lane's elements of a tile stored [k][n] as `multiply` takes them: column g of rows 2t and 2t + 1. Moves like Window16.

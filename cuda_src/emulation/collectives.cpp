@@ -41,7 +41,8 @@ void run_mma(void* const (&arguments)[kLanes], Site site) {
 }
 
 // d[16x8] += a[16x8] b[8x8]. a[0..3]: (row g, column t), (g + 8, t), (g, t + 4), (g + 8, t + 4); b[0..1]: rows t and t + 4 of
-// column g; d as above.
+// column g; d as above. Products are exact and the sum is rounded once, towards zero (Fasi et al., "Numerical behavior of
+// NVIDIA tensor cores", 2021), so that a sum kept in the accumulators for too long shows here too.
 void run_mma_tf32(void* const (&arguments)[kLanes], Site site) {
   count("mma_m16n8k8_tf32", site);
   float a[16][8], b[8][8], d[16][8];
@@ -55,8 +56,11 @@ void run_mma_tf32(void* const (&arguments)[kLanes], Site site) {
     for (u32 i = 0; i < 2; ++i) b[t + i * 4][g] = tf32_to_float(in.b[i]);
   }
   for (u32 row = 0; row < 16; ++row)
-    for (u32 k = 0; k < 8; ++k)
-      for (u32 column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+    for (u32 column = 0; column < 8; ++column) {
+      double sum = d[row][column];
+      for (u32 k = 0; k < 8; ++k) sum += static_cast<double>(a[row][k]) * b[k][column];
+      d[row][column] = towards_zero(sum);
+    }
   for (u32 lane = 0; lane < kLanes; ++lane) {
     float* out = static_cast<const MmaArguments*>(arguments[lane])->d;
     const u32 g = lane / 4, t = lane % 4;

@@ -44,6 +44,12 @@ inline u32 float_to_fp16(float x) {
   return sign | ((rounded - 0x38000000u) >> 13);
 }
 
+inline float towards_zero(double x) {
+  const float rounded = static_cast<float>(x);
+  const double excess = x < 0 ? x - rounded : rounded - x;
+  return excess > 0 && bits_of(rounded) << 1 < 0xff000000u ? float_of(bits_of(rounded) - 1) : rounded;
+}
+
 // What a tensor core sees of an operand: the 13 low bits are ignored.
 inline float tf32_to_float(u32 bits) { return float_of(bits & 0xffffe000u); }
 
