@@ -23,7 +23,7 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @click.option("--seqlens", default="512,2048,8192", show_default=True, callback=_numbers, help="Sequence lengths.")
 @click.option("--eager", is_flag=True, help="Time eager attention too, which holds the whole score matrix.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
-@options.dtype("float16 or bfloat16 (default).")
+@options.dtype("float16, bfloat16 (default) or float32.")
 @options.as_json
 @options.json_schema("benchmarking.BenchReport")
 def command(head_dims, seqlens, eager, rounds, dtype, as_json):
@@ -37,9 +37,12 @@ def command(head_dims, seqlens, eager, rounds, dtype, as_json):
 
     if not torch.cuda.is_available():
         raise Fault("bench needs an NVIDIA GPU, and torch sees none; `flashpatch audit` says more", MISSING)
-    if dtype not in (None, "float16", "bfloat16"):
-        raise Fault(f"--dtype {dtype}: bench times float16 and bfloat16, the dtypes kernels take", USAGE)
-    variants = ("flashpatch", *benchmarking.SDPA_BACKENDS, *(("eager",) if eager else ()))
+    if dtype not in (None, "float16", "bfloat16", "float32"):
+        raise Fault(f"--dtype {dtype}: bench times float16, bfloat16 and float32, the dtypes kernels take", USAGE)
+    peers = benchmarking.SDPA_BACKENDS
+    if dtype == "float32":  # of SDPA's backends one takes it; flashpatch also rounds its products where asked to
+        peers = ("flashpatch_tf32", "sdpa_efficient")
+    variants = ("flashpatch", *peers, *(("eager",) if eager else ()))
     shapes = benchmarking.standard_shapes(head_dims, seqlens)
     with rendering.progress("bench") as advance:
         report = benchmarking.bench(

@@ -70,7 +70,7 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 // ---- the products ----
 
 // Steps unrolled where A comes from a tile: in fp32 there are many, of many instructions each.
-constexpr int kStepsAtATime = kIsFp32 ? 2 : 64;
+constexpr int kStepsAtATime = !kIsFp32 ? 64 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
 
 // B stored [n][k] (`b` from right_first): acc += A B^T in the tile's own terms; acc is 0 before.
 template <int kSteps, class T, int kM, int kN, class LoadA>
@@ -108,7 +108,8 @@ template <class T> DEVICE auto right_rows(T tile, int row, int pair = 0) {
 template <int kSteps, int kPairStride = 1, int kUnrolled = kSteps, class W, int kM, int kN, class LoadA>
 DEVICE void multiply(float (&acc)[kM][kN][4], const LoadA& load_a, W b) {
   if constexpr (kIsFp32) {
-    add_tile<kSteps, kUnrolled>(acc, load_a, [&](u32 (&b_frag)[4], int pair, int k) {
+    constexpr int kRegisters = kM == 1 && kHeadDim > 64 ? 64 : 32;
+    add_tile<kSteps, kUnrolled, kRegisters>(acc, load_a, [&](u32 (&b_frag)[4], int pair, int k) {
       load_columns(b_frag, b, k * kMmaDepth, pair * kPairStride * kPairChunks);
     });
   } else {

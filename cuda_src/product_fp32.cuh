@@ -1,8 +1,8 @@
 // Products of fp32 tiles on tensor cores that take TF32 (11 significant bits): every element is split into a TF32 number and
 // what that leaves, x = high + low, and a b = high high' + (high low' + low high') to 2^-22, the error of fp32 itself.
 //
-// Tensor cores round sums towards zero, so the small products have sums of their own, and neither goes on for longer than
-// one tile: the result is added to `acc` in fp32, rounded to nearest.
+// Tensor cores round sums towards zero (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021), so the small products
+// have sums of their own, and neither goes on for longer than one tile: the result is added to `acc` in fp32, rounded to nearest.
 //
 // Fragments of mma.m16n8k8, lane = 4 * g + t, one element to a register:
 //
@@ -33,8 +33,13 @@ template <int kCount> DEVICE void split(Parts (&parts)[kCount][4], const u32 (&f
     for (int e = 0; e < 4; ++e) parts[i][e] = split(frag[i][e]);
 }
 
-// high + low, where `low` counts only beside a finite number: a product with an infinity in it leaves NaN there.
-DEVICE float sum_of(float high, float low) { return fabsf(high) < -negative_infinity() ? high + low : high; }
+// high + low of a sum of kSteps products, and what rounding towards zero took from `high` at each: half a unit in the last
+// place of a sum that has grown so far, which is 0.36 x 2^-23 of it on average, times the steps / 2 for a sum that grows
+// evenly. `low` counts only beside a finite number: a product with an infinity in it leaves NaN there.
+template <int kSteps> DEVICE float sum_of(float high, float low) {
+  constexpr float kLost = kSteps * 0.18f / (1 << 23);
+  return fabsf(high) < -negative_infinity() ? high + (low + high * kLost) : high;
+}
 
 // high, from n-fragment `first` on, and low += a step's products. b[pair]: b0 and b1 of the pair's first n-fragment, then of its
 // second.
@@ -67,7 +72,8 @@ constexpr int pairs_at_a_time(int pairs, int registers, int most, int wanted = 8
   return (pairs % wanted == 0 && registers * wanted <= most) || wanted == 1 ? wanted : pairs_at_a_time(pairs, registers, most, wanted / 2);
 }
 
-constexpr bool kPrefetch = false;
+// Whether the next step's fragments are read before this one's products; measured, as are the steps unrolled (product.cuh).
+constexpr bool kPrefetch = kHeadDim <= 64 || kHeadDim > 128;
 // The sum of one tile's products, which has been 0 before. load_b(b_frag, pair, k) fills the B fragments of a pair.
 template <int kSteps, int kUnrolled, int kM, int kN, class LoadA, class LoadB>
 DEVICE void multiply_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
@@ -98,15 +104,15 @@ DEVICE void multiply_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const Lo
 #pragma unroll
         for (int n = 0; n < 2 * kPairs; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) acc[m][first * 2 + n][e] = sum_of(acc[m][first * 2 + n][e], low[m][n][e]);
+          for (int e = 0; e < 4; ++e) acc[m][first * 2 + n][e] = sum_of<kSteps>(acc[m][first * 2 + n][e], low[m][n][e]);
     }
   }
 }
 
-// acc += the sum of one tile's products.
-template <int kSteps, int kUnrolled, int kM, int kN, class LoadA, class LoadB>
+// acc += the sum of one tile's products; sums take kRegisters at a time.
+template <int kSteps, int kUnrolled, int kRegisters, int kM, int kN, class LoadA, class LoadB>
 DEVICE void add_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
-  constexpr int kPairs = pairs_at_a_time(kN / 2, 16 * kM, 32);
+  constexpr int kPairs = pairs_at_a_time(kN / 2, 16 * kM, kRegisters);
 #pragma unroll
   for (int first = 0; first < kN / 2; first += kPairs) {
     float tile[kM][2 * kPairs][4];
@@ -122,14 +128,14 @@ DEVICE void add_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& 
 }
 
 // A longer sum, in tiles of kLongestSum steps.
-constexpr int kLongestSum = 16;
+constexpr int kLongestSum = 8;
 template <int kSteps, int kUnrolled, int kM, int kN, class LoadA, class LoadB>
 DEVICE void add_tiles(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
   constexpr int kTile = kSteps % kLongestSum == 0 ? kLongestSum : kLongestSum / 2;
-  static_assert(kSteps % kTile == 0, "head dims are multiples of 64 where they are long");
+  static_assert(kSteps % kTile == 0, "head dims are multiples of 32");
 #pragma unroll 1
   for (int k_first = 0; k_first < kSteps; k_first += kTile)
-    add_tile<kTile, kUnrolled>(acc, [&](u32 (&a_frag)[kM][4], int k) { load_a(a_frag, k_first + k); },
+    add_tile<kTile, kUnrolled, 64>(acc, [&](u32 (&a_frag)[kM][4], int k) { load_a(a_frag, k_first + k); },
                                [&](u32 (&b_frag)[4], int pair, int k) { load_b(b_frag, pair, k_first + k); });
 }
 

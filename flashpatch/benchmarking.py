@@ -6,6 +6,7 @@ when causal, backward 2.5 times that; batch * seqlen = 16384 and heads * head_di
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
@@ -23,7 +24,7 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-VARIANTS = ("flashpatch", *SDPA_BACKENDS, "eager")
+VARIANTS = ("flashpatch", "flashpatch_tf32", *SDPA_BACKENDS, "eager")
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,26 @@ class Timing:
 
 
 @dataclass
+class Accuracy:
+    """How far one tensor of one variant is from the same in fp64, over two heads of one sequence of normal numbers."""
+
+    shape: Annotated[Shape, "the call"]
+    variant: Annotated[str, "flashpatch, one of SDPA's backends, or eager"]
+    tensor: Annotated[str, "out, dq, dk or dv"]
+    largest: Annotated[float, "largest absolute error"]
+    rms: Annotated[float, "root of the mean squared error"]
+
+
+@dataclass
 class BenchReport:
     """All timings of one run, and the machine they are from."""
 
     gpu: Annotated[str, "the GPU's name"]
     dtype: Annotated[str, "of q, k and v"]
     timings: Annotated[list[Timing], "every variant at every shape"] = field(default_factory=list)
+    accuracies: Annotated[list[Accuracy], "every variant that ran, and eager, at every head dim"] = field(
+        default_factory=list
+    )
     host_microseconds: Annotated[dict[str, float], "host time of one forward call on a tiny problem"] = field(
         default_factory=dict
     )
@@ -98,8 +113,42 @@ def bench(
     for number, shape in enumerate(shapes):
         report.timings += _bench_shape(shape, dtype, variants, directions, rounds, device)
         advance(number + 1, len(shapes))
+    for shape in dict.fromkeys(Shape(1, 2048, 2, 2, shape.head_dim, shape.causal) for shape in shapes):
+        ran = {timing.variant for timing in report.timings if not timing.error} | {"eager"}
+        report.accuracies += _accuracies(shape, dtype, [name for name in (*variants, "eager") if name in ran], device)
     report.host_microseconds = host_cost(variants, dtype, device)
     return report
+
+
+def _accuracies(shape: Shape, dtype, variants, device) -> list[Accuracy]:
+    generator = torch.Generator(device).manual_seed(0)
+    size = (shape.batch, shape.seqlen, shape.num_heads, shape.head_dim)
+    q, k, v, dout = (torch.randn(size, device=device, generator=generator).to(dtype) for _ in range(4))
+
+    def results(variant, *inputs):
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        with _precision(variant):
+            out = call(variant, *leaves, shape.causal)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+    expected = results("eager", q.double(), k.double(), v.double())
+    found = []
+    for variant in dict.fromkeys(variants):
+        for name, actual, right in zip(("out", "dq", "dk", "dv"), results(variant, q, k, v), expected, strict=True):
+            error = (actual.double() - right).abs()
+            found.append(Accuracy(shape, variant, name, float(error.max()), float(error.square().mean().sqrt())))
+    return found
+
+
+@contextlib.contextmanager
+def _precision(variant: str):
+    """fp32 products as a variant has them: TF32 where its name says so."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if variant.endswith("_tf32") else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _inputs(shape: Shape, dtype, device, requires_grad: bool):
@@ -112,7 +161,7 @@ def _inputs(shape: Shape, dtype, device, requires_grad: bool):
 
 def call(variant: str, q, k, v, causal: bool) -> torch.Tensor:
     """One forward of a variant on [batch, seqlen, heads, head_dim] tensors; the result in the same layout."""
-    if variant == "flashpatch":
+    if variant.startswith("flashpatch"):
         return attention(q, k, v, causal=causal)
     gqa = q.shape[2] != k.shape[2]
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -130,7 +179,7 @@ def _eager(q, k, v, causal: bool) -> torch.Tensor:
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
 
 
 def _bench_shape(shape: Shape, dtype, variants, directions, rounds: int, device) -> list[Timing]:
@@ -168,12 +217,18 @@ def _runner(variant: str, direction: str, q, k, v, dout, causal: bool):
     if direction == "forward":
 
         def run():
-            with torch.no_grad():
+            with torch.no_grad(), _precision(variant):
                 call(variant, q, k, v, causal)
 
         return run
-    out = call(variant, q, k, v, causal)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    with _precision(variant):
+        out = call(variant, q, k, v, causal)
+
+    def run():
+        with _precision(variant):
+            torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    return run
 
 
 def _time(run, device, budget: float = 40.0) -> float:
@@ -197,7 +252,7 @@ def host_cost(variants, dtype, device, calls: int = 2000) -> dict[str, float]:
     costs = {}
     with torch.no_grad():
         for variant in variants:
-            if variant == "eager":
+            if variant in ("eager", "flashpatch_tf32"):
                 continue
             backend = SDPA_BACKENDS.get(variant)
             views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
@@ -234,8 +289,22 @@ def speed_table(report: dict) -> str:
     for (head_dim, mask, seqlen), row in cells.items():
         figures = [f"{row[v]['forward']:.0f} / {row[v]['backward']:.0f}" for v in variants]
         ratios = [
-            row["flashpatch"][d] / max(row[v][d] for v in variants if v != "flashpatch")
+            row["flashpatch"][d] / max(row[v][d] for v in variants if not v.startswith("flashpatch"))
             for d in ("forward", "backward")
         ]
         lines.append(f"| {head_dim} {mask} {seqlen} | {' | '.join(figures)} | {ratios[0]:.2f} / {ratios[1]:.2f} |")
+    return "\n".join(lines)
+
+
+def accuracy_table(report: dict) -> str:
+    """The accuracies of a BenchReport as JSON holds it, as a Markdown table: root mean square errors against fp64."""
+    cells: dict[tuple, dict[str, dict[str, float]]] = {}
+    for entry in report["accuracies"]:
+        key = (entry["shape"]["head_dim"], "causal" if entry["shape"]["causal"] else "full")
+        cells.setdefault(key, {}).setdefault(entry["variant"], {})[entry["tensor"]] = entry["rms"]
+    variants = list(dict.fromkeys(entry["variant"] for entry in report["accuracies"]))
+    lines = [f"| head_dim, mask | {' | '.join(variants)} |", "|---" * (len(variants) + 1) + "|"]
+    for (head_dim, mask), row in cells.items():
+        figures = [" / ".join(f"{row[variant][name]:.1e}" for name in ("out", "dq", "dk", "dv")) for variant in variants]
+        lines.append(f"| {head_dim} {mask} | {' | '.join(figures)} |")
     return "\n".join(lines)
