@@ -10,6 +10,7 @@ COMMANDS = {
     "apply": "Patch a model, run it once, and show what each attention module ran on.",
     "audit": "Show this machine, what the kernels support on a GPU, and what a model would run on.",
     "bench": "Time attention on this GPU, beside torch's own.",
+    "run": "Run an unmodified script with flashpatch enabled, and show what its attention ran on.",
     "verify": "Prove by measurement that the kernels, or a patched model, compute what they should.",
 }
 

@@ -24,10 +24,12 @@ class Fault(click.ClickException):
         click.echo(f"flashpatch: {self.format_message()}", file=file or sys.stderr)
 
 
-def table(columns: list[str], rows: list[list], title: str = "") -> None:
-    """A table: drawn on a terminal, otherwise aligned columns that `grep` and `cut` can read, never wrapped."""
+def table(columns: list[str], rows: list[list], title: str = "", stream=None) -> None:
+    """A table on stdout or `stream`: drawn on a terminal, otherwise aligned columns that `grep` and `cut` can read,
+    never wrapped."""
+    stream = stream or sys.stdout
     cells = [[str(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
+    if stream.isatty():
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -35,18 +37,22 @@ def table(columns: list[str], rows: list[list], title: str = "") -> None:
         drawn = Table(*columns, title=title or None, title_justify="left")
         for row in cells:
             drawn.add_row(*(Text(cell) for cell in row))
-        Console(file=sys.stdout).print(drawn)
+        Console(file=stream).print(drawn)
         return
     if title:
-        click.echo(title)
+        click.echo(title, file=stream)
     widths = [max(len(row[i]) for row in [columns, *cells]) for i in range(len(columns))]
     for row in [columns, *cells]:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=stream)
 
 
 def emit_json(report, exit_code: int) -> None:
     """The report as one JSON document on stdout, its own exit code among the keys."""
-    click.echo(json.dumps({**document(report), "exit_code": exit_code}, indent=2, allow_nan=False))
+    click.echo(json_text(report, exit_code))
+
+
+def json_text(report, exit_code: int) -> str:
+    return json.dumps({**document(report), "exit_code": exit_code}, indent=2, allow_nan=False)
 
 
 def document(value):

@@ -162,7 +162,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = i_first + m * 16 + half * 8;
-      if (j_lane == 0 && i < sequence.q_length) st_global(logsumexp_ptr + i, logsumexp[m][half]);
+      if (p.logsumexp && j_lane == 0 && i < sequence.q_length) st_global(logsumexp_ptr + i, logsumexp[m][half]);
     }
 
   const OutTile out_smem = {smem};

@@ -172,7 +172,7 @@ DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_fra
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = i_first + half * 8;
-    if ((lane & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[0][half]);
+    if (p.logsumexp && (lane & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[0][half]);
   }
   store_accumulators(out_of(p, s, work.head), i_first, s.q_length, p.head_dim_v, o_frag);
 

@@ -16,7 +16,7 @@ struct Params {
   const u16* k;
   const u16* v;
   u16* out;
-  float* logsumexp;           // natural log, [batch, num_heads_q, seqlen_q]; varlen: [num_heads_q, total_q]
+  float* logsumexp;           // natural log, [batch, num_heads_q, seqlen_q]; varlen: [num_heads_q, total_q]; null: nobody asks
   const u16* dout;
   u16* dq;
   u16* dk;

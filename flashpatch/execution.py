@@ -26,14 +26,14 @@ _backwards: dict[tuple, launcher.Backward | Decline] = {}
 _failures: dict[tuple, Reason] = {}  # (kernel Config, device) that could not be built or loaded
 
 
-def forward(q, k, v, call: Call, layer: int, strict: bool):
-    """(out, logsumexp) of a checked call, by a kernel or by the fallback."""
+def forward(q, k, v, call: Call, layer: int, strict: bool, statistics: bool = True):
+    """(out, logsumexp) of a checked call, by a kernel or by the fallback. Without `statistics` logsumexp may be None."""
     counts = layers[layer]
     record_call(counts)
     ready = call.ready or prepare(q, k, v, call)
     if ready.__class__ is not Decline:
         try:
-            out, logsumexp, copies = ready.run(q, k, v, call)
+            out, logsumexp, copies = ready.run(q, k, v, call, statistics)
             counts.launched(ready.plan, copies)
             return out, logsumexp
         except CompileError as error:

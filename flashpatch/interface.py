@@ -196,7 +196,7 @@ def attention_function(
     if kwargs.get("output_attentions") or _attentions_collected():
         _decline(layer, strict, query, value, "output_attentions", "the attention weights themselves are asked for")
         return _with_weights(q, k, v, call, layer)
-    out, _ = ops.attend(q, k, v, call, layer, strict)
+    out, _ = ops.attend(q, k, v, call, layer, strict, statistics=False)
     return out.contiguous(), None
 
 

@@ -15,7 +15,6 @@ from collections import Counter
 import torch
 
 from . import compiler, emulator, tensor_maps
-from .call import NO_POINTERS as _NO_POINTERS
 from .call import TENSORS, Call
 from .planning import shared_memory
 from .problem import Config, Device, Plan, Reason
@@ -43,6 +42,9 @@ FLOATS = ("softmax_scale", "softcap", "dropout_p")
 # In the order of struct Params in cuda_src/params.cuh.
 FIELDS = POINTERS + STRIDES + INTEGERS + FLOATS
 _POINTERS = struct.Struct(f"={len(POINTERS)}Q")
+_INPUTS = struct.Struct("=3Q")  # q, k, v
+_RESULTS = struct.Struct("=2Q")  # out, logsumexp
+_AFTER_RESULTS = struct.Struct(f"={len(POINTERS) - 5}Q")
 _REST = struct.Struct(f"={len(STRIDES)}q{len(INTEGERS)}i{len(FLOATS)}f")
 # struct ParamsSm90 of cuda_src/params_sm90.cuh: maps of q, k, v, out, dout, then Params, then the tile counters
 _COUNTERS = struct.Struct("=Q")
@@ -50,7 +52,7 @@ _ARGUMENT_BYTES = 5 * tensor_maps.BYTES + _POINTERS.size + _REST.size + _COUNTER
 # cuLaunchKernel's limit for gridDim.x
 _MAX_BLOCKS = 2**31 - 1
 
-_MOST_MAPS = 1024
+_MOST_INPUTS = 1024
 # The emulator runs the CTAs of a persistent grid one after another; a few are enough to share out tiles.
 _EMULATED_MULTIPROCESSORS = 3
 
@@ -93,7 +95,8 @@ class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
     __slots__ = (
-        "blocks", "kernel", "maps", "new_out", "new_statistics", "plain", "plan", "readable", "rest", "tma", "varlen",
+        "blocks", "inputs", "kernel", "new_out", "new_statistics", "plain", "plan", "readable", "rest", "tail", "tma",
+        "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
@@ -110,40 +113,44 @@ class Forward:
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.tma = _takes_maps(plan.config)
-        self.maps: dict[tuple, bytes] = {}  # of the addresses seen: torch's allocator hands out the same ones again
+        self.tail = _optional_pointers(call) + self.rest if self.plain else b""
+        # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
+        self.inputs: dict[tuple, bytes] = {}
         if self.tma:  # persistent: one CTA per multiprocessor takes tiles from a counter
             self.blocks = min(self.blocks, plan.device.multiprocessors or _EMULATED_MULTIPROCESSORS)
 
-    def run(self, q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Launch. Returns out, logsumexp and how many inputs had to be copied into a layout kernels read."""
+    def run(self, q, k, v, call: Call, statistics: bool = True) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """Launch. Returns out, logsumexp (None without `statistics`) and how many inputs had to be copied into a
+        layout kernels read."""
         pointers = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if not self.readable or (pointers[0] | pointers[1] | pointers[2]) & 15:
             copied = [_readable(tensor) for tensor in (q, k, v)]
             copies = sum(new is not old for new, old in zip(copied, (q, k, v), strict=True))
             if copies:
-                out, logsumexp, _ = Forward(self.plan, *copied, call).run(*copied, call)
+                out, logsumexp, _ = Forward(self.plan, *copied, call).run(*copied, call, statistics)
                 return out, logsumexp, copies
-        out, logsumexp = torch.empty_like(self.new_out), torch.empty_like(self.new_statistics)
+        out = torch.empty_like(self.new_out)
+        logsumexp = torch.empty_like(self.new_statistics) if statistics else None
         if self.varlen:  # rows of no sequence are nobody's to write
             out.zero_()
-            logsumexp.fill_(-torch.inf)
-        optional = _NO_POINTERS if self.plain else call.pointers()
-        argument = self.rest
-        packed = _POINTERS.pack(
-            *pointers, out.data_ptr(), logsumexp.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:]
-        )
+            if statistics:
+                logsumexp.fill_(-torch.inf)
+        results = _RESULTS.pack(out.data_ptr(), logsumexp.data_ptr() if statistics else 0)
+        tail = self.tail if self.plain else _optional_pointers(call) + self.rest
+        inputs = self.inputs.get(pointers)
+        if inputs is None:
+            if len(self.inputs) >= _MOST_INPUTS:
+                self.inputs.clear()
+            maps = _maps(self.plan.config, q, k, v, None, None, None) if self.tma else b""
+            inputs = self.inputs[pointers] = maps + _INPUTS.pack(*pointers)
         tensors = (q, k, v, out, logsumexp)
         if self.tma:
-            counters = _tile_counters(q.device, self.plan.device.index)
+            counters, address = _tile_counters(q.device, self.plan.device.index)
             tensors = (*tensors, counters)
-            argument += _COUNTERS.pack(counters.data_ptr())
-            maps = self.maps.get(pointers)
-            if maps is None:
-                if len(self.maps) >= _MOST_MAPS:
-                    self.maps.clear()
-                maps = self.maps[pointers] = _maps(self.plan.config, q, k, v, None, None, None)
-            packed = maps + packed
-        self.kernel.launch(self.blocks, packed + argument, tensors, call)
+            argument = b"".join((inputs, results, tail, address))
+        else:
+            argument = b"".join((inputs, results, tail))
+        self.kernel.launch(self.blocks, argument, tensors, call)
         return out, logsumexp, 0
 
 
@@ -152,14 +159,14 @@ class Backward:
     and one after (dq from fp32)."""
 
     __slots__ = (
-        "after", "before", "kernel", "key_blocks", "plan", "query_blocks", "ragged", "readable", "rest", "turns",
-        "workspace",
+        "after", "before", "kernel", "key_blocks", "new", "new_workspace", "plan", "query_blocks", "ragged", "readable",
+        "rest", "turns", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
         self.plan = plan
         config = plan.config
-        varlen = call.cu_seqlens_q is not None
+        self.varlen = varlen = call.cu_seqlens_q is not None
         self.ragged = (varlen, varlen or call.seqused_k is not None) if _takes_maps(config) else (False, False)
         self.readable = all(map(_has_readable_strides, (dout, q, k, v, out))) and not self._needs_whole_rows(k, v)
         dout, q, k, v, out = self._readable(dout, q, k, v, out)
@@ -169,10 +176,14 @@ class Backward:
         if _takes_maps(config):  # records of cuda_src/workspace_sm90.cuh
             blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
             self.turns = blocks * q.shape[-2]
-            self.workspace = (self.turns, config.block_m * (config.head_dim + 2))
+            workspace = (self.turns, config.block_m * (config.head_dim + 2))
         else:
             self.turns = self.query_blocks
-            self.workspace = (self.turns, config.block_m * config.head_dim)
+            workspace = (self.turns, config.block_m * config.head_dim)
+        statistics = torch.empty(1, dtype=torch.float32, device=q.device)
+        self.new_workspace = statistics.expand(workspace)
+        element = torch.empty(1, dtype=q.dtype, device=q.device)
+        self.new = *(element.expand(t.shape) for t in (q, k, v)), statistics.expand(_statistics_shape(q, call))
         self.rest = _rest(
             shapes, call, q, k, v, out=out.stride(), dout=dout.stride(), dq=_contiguous_strides(q.shape),
             dk=_contiguous_strides(k.shape), dv=_contiguous_strides(v.shape),
@@ -198,10 +209,9 @@ class Backward:
                 dout, q, k, v, out = copied
                 again = Backward(self.plan, *copied, call)
                 return *again.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)[:-1], copies
-        new = torch.empty if call.cu_seqlens_q is None else torch.zeros  # rows of no sequence are nobody's to write
-        dq, dk, dv = (new(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (q, k, v))
-        delta = new(logsumexp.shape, dtype=torch.float32, device=q.device)
-        dq_accum = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
+        new = torch.zeros_like if self.varlen else torch.empty_like  # rows of no sequence are nobody's to write
+        dq, dk, dv, delta = map(new, self.new)
+        dq_accum = torch.empty_like(self.new_workspace)
         dq_turns = dbias = None
         if self.plan.config.deterministic:
             dq_turns = torch.zeros(self.turns, dtype=torch.int32, device=q.device)
@@ -237,23 +247,27 @@ def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool |
     ))  # fmt: skip
 
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_counters: dict[tuple[int, int], tuple[torch.Tensor, bytes]] = {}
 
 
-def _tile_counters(device: torch.device, index: int) -> torch.Tensor:
-    """Two zeroed words that a persistent kernel takes its tiles from, and zeroes again: one pair per stream.
+def _tile_counters(device: torch.device, index: int) -> tuple[torch.Tensor, bytes]:
+    """Two zeroed words that a persistent kernel takes its tiles from, and zeroes again, one pair per stream; and their
+    address as the argument has it.
 
     A captured graph gets its own, zeroed by the graph itself, because it may be replayed beside eager calls.
     """
-    if device.type != "cuda":
-        return torch.zeros(2, dtype=torch.int32)
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
+    if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
+        return _new_counters(device)
     key = (index, torch._C._cuda_getCurrentRawStream(index))
-    counters = _counters.get(key)
-    if counters is None:
-        counters = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return counters
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = _new_counters(device)
+    return found
+
+
+def _new_counters(device: torch.device) -> tuple[torch.Tensor, bytes]:
+    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    return counters, _COUNTERS.pack(counters.data_ptr())
 
 
 def forward(plan: Plan, q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -264,6 +278,12 @@ def forward(plan: Plan, q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor
 def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     """One backward of a Plan. Raises compiler.CompileError if a kernel cannot be built or loaded here."""
     return Backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
+
+
+def _optional_pointers(call: Call) -> bytes:
+    """The pointers of a forward's Params after logsumexp: none of the backward's, then the call's own tensors."""
+    optional = call.pointers()
+    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:])
 
 
 def _bias_gradient(bias: torch.Tensor) -> torch.Tensor:
@@ -365,34 +385,24 @@ class _Thread(threading.local):
         address = ctypes.addressof((ctypes.c_char * len(room)).from_buffer(room))
         start = -address % 64  # tensor maps inside it are read at 64-byte steps
         self.buffer = memoryview(room)[start:]
-        self.address = address + start
-        self.arguments = None  # CuPy's wrapping of the address, made at the first launch
-
-
-class _Stream:
-    """What CuPy needs of a stream: its handle."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int):
-        self.ptr = ptr
+        self.pointers = (ctypes.c_void_p * 1)(address + start)
+        self.parameters = ctypes.addressof(self.pointers)  # cuLaunchKernel's kernelParams: one argument
 
 
 _thread = _Thread()
-_streams: dict[int, _Stream] = {}
 
 
 class _Kernel:
     """One Config on one device, built at the first launch. A source has one entry, named after it."""
 
-    __slots__ = ("block", "config", "device", "entry", "function", "shared")
+    __slots__ = ("config", "device", "entry", "function", "launch_kernel", "shared", "threads")
 
     def __init__(self, device: Device, config: Config):
         self.device, self.config = device, config
         self.entry = f"attention_{config.kernel}"
-        self.block = (32 * config.num_warps, 1, 1)
+        self.threads = 32 * config.num_warps
         self.shared = shared_memory(config)
-        self.function = None
+        self.function = 0
 
     def launch(self, blocks: int, argument: bytes, tensors, call: Call) -> None:
         """Launch `blocks` blocks on torch's current stream of the device, with that device current."""
@@ -403,7 +413,7 @@ class _Kernel:
             raise compiler.CompileError(Reason("grid", text))
         if self.device.backend == "emulated":
             emulator.load(self.config).launch(
-                self.entry, blocks, self.block[0], self.shared, argument, tensors=_ranges(tensors, call)
+                self.entry, blocks, self.threads, self.shared, argument, tensors=_ranges(tensors, call)
             )
         else:
             self._launch_cuda(blocks, argument)
@@ -411,21 +421,23 @@ class _Kernel:
 
     def _launch_cuda(self, blocks: int, argument: bytes) -> None:
         index = self.device.index
-        if self.function is None:
-            self.function = compiler.load(self.config, self.device).function(self.entry, self.shared)
-        thread = _thread
-        if thread.arguments is None:
-            from cupy.cuda.function import CPointer
+        if not self.function:
+            from cupy_backends.cuda.api import driver
 
-            thread.arguments = (CPointer(thread.address),)
+            self.function = compiler.load(self.config, self.device).function(self.entry, self.shared).ptr
+            self.launch_kernel = driver.launchKernel  # CuPy's Function call takes 4 us more to arrive there
+        thread = _thread
         thread.buffer[: len(argument)] = argument
-        handle = torch._C._cuda_getCurrentRawStream(index)
-        stream = _streams.get(handle) or _streams.setdefault(handle, _Stream(handle))
+        stream = torch._C._cuda_getCurrentRawStream(index)
         if torch._C._cuda_getDevice() == index:
-            self.function((blocks, 1, 1), self.block, thread.arguments, self.shared, stream)
+            self.launch_kernel(
+                self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, thread.parameters, 0
+            )
         else:
             with torch.cuda.device(index):
-                self.function((blocks, 1, 1), self.block, thread.arguments, self.shared, stream)
+                self.launch_kernel(
+                    self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, thread.parameters, 0
+                )
 
 
 def _ranges(tensors, call: Call) -> list[tuple[int, int, str, bool]]:

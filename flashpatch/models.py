@@ -179,7 +179,9 @@ def _explained(source: str, error: Exception, trusted: bool) -> ModelError:
     if "trust_remote_code" in text and not trusted:
         return ModelError(f"{source} needs Python code of its own; if you trust it, add --trust-remote-code")
     if isinstance(error, ImportError) and "gguf" in text.lower():
-        return ModelError(f"{source}: reading GGUF files needs the package gguf: pip install gguf")
+        return ModelError(
+            f"{source}: reading GGUF files needs the packages gguf and accelerate: pip install 'flashpatch[gguf]'"
+        )
     if "GatedRepoError" in causes:
         return ModelError(f"{source} is gated on the hub: accept its terms there, then log in with: hf auth login")
     if "RepositoryNotFoundError" in causes or "is not a local folder and is not a valid model" in text:

@@ -381,6 +381,11 @@ def enabled_models() -> list:
     return [model for model in models if id(model) not in inner]
 
 
+def unreachable() -> list[str]:
+    """Classes of the models built since `enable` that compute attention themselves and were left alone."""
+    return list(_enabled.unreachable)
+
+
 def honoured() -> list[tuple[str, str]]:
     """(model class, implementation) that scripts asked for by name since `enable`, and got."""
     return list(_enabled.honoured)

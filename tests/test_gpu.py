@@ -266,3 +266,20 @@ def test_training_stays_in_the_band_of_eager_seeds():
         slack = 0.5 * (high - low)
         assert low - slack <= loss <= high + slack, (i, loss, [curve[i] for curve in band])
     assert patched[-1] < patched[0] - 0.05
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_second_gpu_runs_beside_the_first_whichever_is_current():
+    inputs = [[x.to(f"cuda:{index}").requires_grad_() for x in qkv()] for index in (0, 1)]
+    results = {}
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for index, (q, k, v) in enumerate(inputs):
+                out = flashpatch.attention(q, k, v, causal=True)
+                gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+                assert {t.device for t in (out, *gradients)} == {torch.device("cuda", index)}
+                results[current, index] = [t.cpu() for t in (out, *gradients)]
+    for (current, index), tensors in results.items():
+        for tensor, first in zip(tensors[:1] + tensors[2:], results[0, 0][:1] + results[0, 0][2:], strict=True):
+            torch.testing.assert_close(tensor, first, rtol=0, atol=0, msg=f"GPU {index} while {current} is current")
+        torch.testing.assert_close(tensors[1], results[0, 0][1], rtol=1e-2, atol=1e-2)  # dq is summed in any order
