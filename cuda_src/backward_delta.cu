@@ -15,7 +15,7 @@ DEVICE float dot(U32x4 a, U32x4 b) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (kIsFp32) {
-      sum += __uint_as_float(x[i]) * __uint_as_float(y[i]);
+      sum += float_of(x[i]) * float_of(y[i]);
     } else {
       const F32x2 u = unpack<kIsBf16>(x[i]), w = unpack<kIsBf16>(y[i]);
       sum += u.x * w.x + u.y * w.y;

@@ -59,7 +59,7 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if constexpr (kIsFp32) {
-        a_frag[m][e] = __float_as_uint(acc[m][k][(e & 1) * 2 + (e >> 1)]);
+        a_frag[m][e] = bits_of(acc[m][k][(e & 1) * 2 + (e >> 1)]);
       } else {
         const float(&c)[4] = acc[m][2 * k + (e >> 1)];
         a_frag[m][e] = pack<kIsBf16>(c[(e & 1) * 2], c[(e & 1) * 2 + 1]);

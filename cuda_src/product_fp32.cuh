@@ -1,5 +1,6 @@
 // Products of fp32 tiles on tensor cores that take TF32 (11 significant bits): every element is split into a TF32 number and
-// what that leaves, x = high + low, and a b = high high' + (high low' + low high') to 2^-22, the error of fp32 itself.
+// what that leaves, x = high + low, and a b = high high' + (high low' + low high') to 2^-22, the error of fp32 itself
+// (numbers below 2^-113 to 2^-137: TF32 has no smaller steps).
 //
 // Tensor cores round sums towards zero (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021), so the small products
 // have sums of their own, and neither goes on for longer than one tile: the result is added to `acc` in fp32, rounded to nearest.
@@ -21,9 +22,9 @@ struct Parts {
   u32 high, low;
 };
 DEVICE Parts split(u32 x) {
-  if constexpr (kTf32) return {round_tf32(__uint_as_float(x)), 0};
+  if constexpr (kTf32) return {round_tf32(float_of(x)), 0};
   const u32 high = (x + 0x1000u) & 0xffffe000u;
-  return {high, __float_as_uint(__uint_as_float(x) - __uint_as_float(high))};
+  return {high, bits_of(float_of(x) - float_of(high))};
 }
 
 template <int kCount> DEVICE void split(Parts (&parts)[kCount][4], const u32 (&frag)[kCount][4]) {

@@ -45,6 +45,11 @@ template <> DEVICE U32x4 ld_global(const U32x4* pointer) {
   asm volatile("ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
   return v;
 }
+template <> DEVICE F32x2 ld_global(const F32x2* pointer) {
+  F32x2 v;
+  asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(pointer));
+  return v;
+}
 template <> DEVICE F32x4 ld_global(const F32x4* pointer) {
   F32x4 v;
   asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(pointer));

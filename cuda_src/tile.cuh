@@ -13,6 +13,7 @@
 // C of one product, packed in pairs, is A of the next: n-fragments 2k and 2k + 1 make the A fragment of step k.
 // product_fp32.cuh says how it is for fp32 elements, where a step is 8 columns: 2 chunks as well.
 #pragma once
+#include "ptx_bits.cuh"
 #include "seqlen.cuh"
 
 constexpr int kThreads = kNumWarps * 32;
@@ -95,7 +96,7 @@ DEVICE void pack_accumulators(u32 (&packed)[kM][kNPacked][kPacked], const float 
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int i = 0; i < kPacked; ++i) {
-        if constexpr (kIsFp32) packed[m][first + n][i] = __float_as_uint(acc[m][n][i]);
+        if constexpr (kIsFp32) packed[m][first + n][i] = bits_of(acc[m][n][i]);
         else packed[m][first + n][i] = pack<kIsBf16>(acc[m][n][i * 2], acc[m][n][i * 2 + 1]);
       }
 }

@@ -305,6 +305,8 @@ def accuracy_table(report: dict) -> str:
     variants = list(dict.fromkeys(entry["variant"] for entry in report["accuracies"]))
     lines = [f"| head_dim, mask | {' | '.join(variants)} |", "|---" * (len(variants) + 1) + "|"]
     for (head_dim, mask), row in cells.items():
-        figures = [" / ".join(f"{row[variant][name]:.1e}" for name in ("out", "dq", "dk", "dv")) for variant in variants]
+        figures = [
+            " / ".join(f"{row[variant][name]:.1e}" for name in ("out", "dq", "dk", "dv")) for variant in variants
+        ]
         lines.append(f"| {head_dim} {mask} | {' | '.join(figures)} |")
     return "\n".join(lines)

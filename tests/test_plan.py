@@ -51,9 +51,30 @@ def test_all_reasons_at_once_and_what_would_run():
     answer = resolve(Problem("forward", "float32", 100, 52), planning.gpu("h200"))
     assert [reason.code for reason in answer.reasons] == ["head_dim", "head_dim"]
     assert "multiple of 8" in str(answer) and "104" in answer.nearest
-    answer = resolve(Problem("backward", "float32", 64, 64, frozenset({"bias"})), planning.gpu("h200"))
+    answer = resolve(Problem("backward", "float64", 64, 64, frozenset({"bias"})), planning.gpu("h200"))
     assert {reason.code for reason in answer.reasons} == {"dtype"}
     assert answer.nearest.startswith("bfloat16, head_dim 64")
+
+
+def test_fp32_declines_only_where_its_backward_exceeds_shared_memory():
+    """Rows of fp32 are twice as long: in 99 KB the backward of head dim 256 has no tile, everything else has one."""
+    for device in GPUS:
+        if device.generation in ("volta", "turing"):
+            continue
+        for direction, head_dim in itertools.product(DIRECTIONS, MATRIX.head_dims):
+            answer = resolve(Problem(direction, "float32", head_dim, head_dim), device)
+            if (direction, head_dim) == ("backward", 256) and device.shared_memory < 100 * 1024:
+                assert [reason.code for reason in answer.reasons] == ["shared_memory"]
+            else:
+                assert isinstance(answer, Plan), (device.name, str(answer))
+                assert {c.dtype for c in launcher.configs(answer.config)} == {"float32"}
+
+
+def test_tf32_is_another_kernel_of_the_same_cells():
+    exact, rounded = (
+        resolve(Problem("forward", "float32", 64, 64, tf32=tf32), planning.gpu("a100")) for tf32 in (False, True)
+    )
+    assert rounded.cells == exact.cells and rounded.config == dataclasses.replace(exact.config, tf32=True)
 
 
 @pytest.mark.parametrize(

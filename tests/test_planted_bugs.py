@@ -114,7 +114,9 @@ FP32 = forward(dtype=torch.float32)
 FP32_MASK = forward(dtype=torch.float32, features=("mask", "bias", "nan"))
 FP32_BACKWARD = backward(dtype=torch.float32)
 FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64)
-FP32_WIDE = backward(dtype=torch.float32, num_warps=4, num_stages=1, head_dim=136, head_dim_v=136, batch=1, heads=2, heads_kv=1)
+FP32_WIDE = backward(
+    dtype=torch.float32, num_warps=4, num_stages=1, head_dim=136, head_dim_v=136, batch=1, heads=2, heads_kv=1
+)
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
