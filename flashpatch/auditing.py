@@ -141,7 +141,8 @@ def _cell_words(matrix: planning.Matrix, generation: str, feature: str) -> str:
         plain = {
             (cell.dtype, cell.head_dim)
             for cell in matrix.cells.values()
-            if (cell.generation, cell.direction, cell.feature) == (generation, direction, "plain") and cell.dtype in dtypes
+            if (cell.generation, cell.direction, cell.feature) == (generation, direction, "plain")
+            and cell.dtype in dtypes
         }
         if not found:
             words.append("fallback")

@@ -8,8 +8,8 @@ keys it shows.
 
 from __future__ import annotations
 
-import importlib.util
 import contextlib
+import importlib.util
 import random
 import statistics
 import time
@@ -332,7 +332,9 @@ def speed_table(report: dict) -> str:
         return " / ".join(figure(row, direction) for direction in ("forward", "backward"))
 
     def best(row: dict, direction: str) -> float:
-        return max(figures[direction] or 0.0 for variant, figures in row.items() if not variant.startswith("flashpatch"))
+        return max(
+            figures[direction] or 0.0 for variant, figures in row.items() if not variant.startswith("flashpatch")
+        )
 
     for (head_dim, mask, seqlen), row in cells.items():
         entries = [
