@@ -161,7 +161,10 @@ def _run(command: Sequence[str], what: str, folder: str) -> None:
 
 def constants(config: Config) -> str:
     """The Config as C++ constants, put in front of the kernel's source (`head_dim` -> `kHeadDim`)."""
-    lines = [f"constexpr bool kIsBf16 = {str(config.dtype == 'bfloat16').lower()};"]
+    lines = [
+        f"constexpr bool kIs{name} = {str(config.dtype == dtype).lower()};"
+        for name, dtype in (("Bf16", "bfloat16"), ("Fp32", "float32"))
+    ]
     for field in dataclasses.fields(config):
         if field.name not in ("kernel", "dtype"):
             value = getattr(config, field.name)
