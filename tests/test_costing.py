@@ -258,6 +258,8 @@ def test_a_gpu_nobody_measured():
     given = cost(llama(), gpu="rtx 4090", tflops=100.0, bandwidth=1.0, memory=24.0)
     kernel = given.contexts[0].with_kernel
     assert kernel.forward_milliseconds == pytest.approx(kernel.forward_flops / 100e9) and not given.ceilings.measured
+    wide = cost(llama(), dtype="float32")
+    assert wide.contexts[0].with_kernel.forward_milliseconds is None and "in float32" in " ".join(wide.notes)
     with pytest.raises(costing.UnknownGpu, match="known: "):
         cost(llama(), gpu="abacus")
 
