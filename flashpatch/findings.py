@@ -52,7 +52,13 @@ def find(calls: list[Call], attentions_missing: list[str], uncompiled: list[str]
     def add(level: str, code: str, path: str, text: str) -> None:
         found.setdefault((code, path), Finding(level, code, path, text))
 
+    patched = {call.facts.root for call in calls if call.facts.function_of == "flashpatch"}
     for call in calls:
+        facts = call.facts
+        unlike = facts.function_of != "flashpatch" and facts.implementation == facts.root_implementation
+        if facts.implementation and facts.root in patched and unlike:
+            text = f"another part of the model is patched, this part's configuration says {call.facts.implementation!r}"
+            add("slow", "left_behind", call.facts.path, f"{text}: it ran {_title(call)}")
         for level, code, text in (*_wrong(call), *_slow(call), *_notes(call)):
             add(level, code, call.facts.path, text)
     for path in attentions_missing:
@@ -113,7 +119,13 @@ def _slow(call: Call):
     facts = call.facts
     family = families.BY_NAME[call.family]
     matrix = f"a matrix of {list(call.matrix_shape)} {call.matrix_dtype} ({size(call.matrix_bytes)})"
-    if call.family == "eager":
+    if call.family == "eager" and call.declines:
+        text = f"flashpatch left it to torch's operators, {matrix} in memory: {'; '.join(call.declines)}"
+        yield "slow", "declined", text
+    elif call.family == "eager" and facts.dispatches and facts.function_of == "user":
+        text = f"the registered attention function {facts.implementation!r} computes it with torch operators: {matrix} in memory"
+        yield "slow", "eager", text
+    elif call.family == "eager":
         if facts.implementation not in (None, "eager") or facts.dispatches is False:
             text = (
                 f"{facts.class_name} computes attention itself, whatever the configuration says "
@@ -151,7 +163,7 @@ def _slow(call: Call):
         )
         yield "slow", "mask_materialised", text
     if call.mask == "hides nothing" and call.mask_shape and sdpa and call.lengths[0] > 1:
-        text = f"a dense mask {list(call.mask_shape)} that hides nothing keeps FlashAttention from taking the call"
+        text = f"a dense mask {list(call.mask_shape)} that hides nothing (or a bias of zeros) keeps FlashAttention from taking the call"
         yield "slow", "mask_materialised", text
     if call.dtype in ("float32", "float64") and facts.weights in ("float16", "bfloat16") and family.kind != "unknown":
         text = (
@@ -159,7 +171,7 @@ def _slow(call: Call):
             "cast them up, and FlashAttention takes 16 bits only"
         )
         yield "slow", "upcast", text
-    if call.declines:
+    if call.declines and call.family != "eager":
         yield "slow", "declined", f"flashpatch ran its fallback: {'; '.join(call.declines)}"
     ours, root = facts.implementation, facts.root_implementation
     if ours and root and ours != root and call.family not in ("flashpatch", "flashpatch_fallback"):
@@ -239,7 +251,7 @@ def violations(report, expect: str = "", forbid: str = "", max_declines: int | N
     if allowed is not None and not report.rows:
         broken.append(Violation(f"--expect {expect}", "", "no attention was seen at all"))
     if max_declines is not None:
-        declined = [row for row in report.rows if row.family == "flashpatch_fallback"]
+        declined = [row for row in report.rows if row.declines or row.family == "flashpatch_fallback"]
         count = sum(row.calls + row.recomputes for row in declined)
         if count > max_declines:
             path, why = declined[0].path, "; ".join(declined[0].declines)

@@ -173,9 +173,9 @@ def _contiguous(ids: torch.Tensor) -> bool:
     """Whether equal ids (negative ones aside) are always neighbours.
 
     Only then are blocks intervals, and only the device knows: this waits for it, once per mask with image blocks.
-    While a graph is traced or captured nobody can wait, and the blocks stay a dense mask.
+    While a graph is traced or captured, or on the meta device, nobody can wait, and the blocks stay a dense mask.
     """
-    if torch.compiler.is_compiling() or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or ids.is_meta or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     before = torch.nn.functional.pad(ids, (1, 0), value=-1)[:, :-1]
     runs = ((ids >= 0) & (ids != before)).sum(1)

@@ -25,9 +25,9 @@ def kind(mask: torch.Tensor | None, seqlen_q: int, seqlen_k: int) -> str:
     """The mask's meaning in words; "none" without one. Waits for the GPU that holds it."""
     if mask is None:
         return "none"
-    if not isinstance(mask, torch.Tensor) or mask.numel() == 0:
+    if not isinstance(mask, torch.Tensor) or mask.numel() == 0 or mask.is_meta:
         return "unknown"
-    if is_bias(_sample(mask)):
+    if mask.requires_grad or is_bias(_sample(mask)):  # what is learned is a bias, also while it is zero
         return "bias"
     seen = _per_row(visible(_sample(mask)), seqlen_q, seqlen_k)
     if seen is None:
@@ -86,7 +86,7 @@ def documents(position_ids: torch.Tensor, seqlen: int) -> torch.Tensor | None:
 
     A document begins where the position falls back to the first one; padding does not (it starts at another number).
     """
-    if position_ids.dim() != 2 or position_ids.shape[1] != seqlen or seqlen < 2:
+    if position_ids.is_meta or position_ids.dim() != 2 or position_ids.shape[1] != seqlen or seqlen < 2:
         return None
     begins = (position_ids[:, 1:] == position_ids[:, :1]) & (position_ids[:, 1:] < position_ids[:, :-1])
     if not bool(begins.any()):

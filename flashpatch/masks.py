@@ -61,12 +61,16 @@ def position_ranges(position_ids: torch.Tensor) -> torch.Tensor | None:
     else (the rows, columns or frames of images), and stay whole.
 
     Whether there are restarts is asked of the device once per forward, as transformers itself asks where there is no
-    cache. While a graph is traced or captured it cannot be asked, and the ranges are always made.
+    cache. While a graph is traced or captured, and on the meta device, it cannot be asked, and the ranges are always made.
     """
     breaks = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     packed = (~breaks | (position_ids == 0)).all(-1, keepdim=True)
     restarts = breaks & packed
-    blind = torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
+    blind = (
+        torch.compiler.is_compiling()
+        or position_ids.is_meta
+        or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
     if not blind and not bool(restarts.any()):
         return None
     return torch.stack(run_bounds(restarts.cumsum(-1)), -1).to(torch.int32)

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from .interface import source_of
+from .interface import NAME, source_of
 
 
 def plain(path: str) -> str:
@@ -39,6 +39,18 @@ def mask_registered(implementation: str | None) -> bool | None:
     return implementation in masks.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
 
 
+def function_of(implementation: str | None) -> str | None:
+    """Whose attention function this is; None where it is none that transformers dispatches to by name."""
+    if implementation == NAME:
+        return "flashpatch"
+    models = sys.modules.get("transformers.modeling_utils")
+    functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", {})
+    if implementation is None or implementation not in functions:
+        return None
+    module = getattr(functions[implementation], "__module__", None) or ""
+    return "transformers" if module.split(".")[0] == "transformers" else "user"
+
+
 _dispatching: dict[type, bool] = {}
 
 
@@ -49,6 +61,12 @@ def dispatches(module) -> bool:
         classes = [base for base in kind.__mro__ if base not in (torch.nn.Module, object)]
         _dispatching[kind] = any("ALL_ATTENTION_FUNCTIONS" in source_of(base) for base in classes)
     return _dispatching[kind]
+
+
+def has_cross_attention(module) -> bool:
+    """Whether a model's configuration says that it attends to another sequence."""
+    config = getattr(module, "config", None)
+    return any(getattr(config, word, False) is True for word in ("is_encoder_decoder", "add_cross_attention"))
 
 
 def supports_sdpa(modules: list[torch.nn.Module]) -> bool | None:

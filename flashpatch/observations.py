@@ -16,6 +16,7 @@ class Facts:
     implementation: str | None = None
     root_implementation: str | None = None
     mask_registered: bool | None = None  # None: the implementation is none that transformers dispatches to by name
+    function_of: str | None = None  # whose attention function its implementation names: flashpatch, transformers, user
     supports_sdpa: bool | None = None
     dispatches: bool | None = (
         None  # whether the class asks transformers for an implementation; None: no transformers module

@@ -139,9 +139,12 @@ def ran(named: dict, before) -> tuple[str, str, list[str]]:
     """(family, kernel, declines) of flashpatch's operator, by what it counted."""
     counts = counting.counts(named["layer"])
     kernels = [kernel for kernel, count in counts.launches.items() if count > before[0].get(kernel, 0)]
-    declines = [
-        f"{code}: {text}" for (code, text), count in counts.declines.items() if count > before[1].get((code, text), 0)
-    ]
     if kernels:
         return "flashpatch", ", ".join(kernels), []
-    return "flashpatch_fallback", "", declines
+    return "flashpatch_fallback", "", declined_since(named["layer"], before[1])
+
+
+def declined_since(layer: int, before: dict) -> list[str]:
+    """The declines of a layer that were counted since `before`."""
+    declines = counting.counts(layer).declines.items()
+    return [f"{code}: {text}" for (code, text), count in declines if count > before.get((code, text), 0)]

@@ -21,7 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import families, findings, mask_kinds, module_reading, operator_reading, patcher, profiles, sdpa_reasons
+from . import (
+    counting,
+    families,
+    findings,
+    mask_kinds,
+    module_reading,
+    operator_reading,
+    patcher,
+    profiles,
+    sdpa_reasons,
+)
 from .dense_tracking import MATMULS, Tags, Tracker, aten, nbytes
 from .observations import Call, Facts
 from .profiles import ProfileReport
@@ -83,6 +93,8 @@ class _Frame:
     root: torch.nn.Module
     position_ids: torch.Tensor | None
     compiled: bool
+    calls_before: int = 0
+    declines_before: dict = field(default_factory=dict)  # of a patched module: (code, text) -> times
     attentions: list[str] = field(default_factory=list)  # a compiled module's attention modules, in order
     seen: int = 0
 
@@ -246,7 +258,10 @@ class Trace:
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
             positions = outer.position_ids if outer else None
         compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        frame = _Frame(module, path, root, positions, compiled)
+        frame = _Frame(module, path, root, positions, compiled, len(self._calls))
+        tag = getattr(module, "_flashpatch", None)
+        if tag is not None:
+            frame.declines_before = dict(counting.counts(tag.layer).declines)
         if compiled:
             inner = {
                 name: child for name, child in module.named_modules() if "attention" in type(child).__name__.lower()
@@ -273,10 +288,18 @@ class Trace:
         return entry[1]
 
     def _look_for_attentions(self, frame: _Frame, out) -> None:
-        """A result with an empty tuple, or a tuple of None, where attention weights were asked for."""
+        """A result with an empty tuple, or a tuple of None, where attention weights were asked for.
+
+        transformers puts an empty tuple also where there is no such attention: one says something only of a model that
+        attended, and as cross-attention only of one that has it.
+        """
+        if len(self._calls) == frame.calls_before:
+            return
         for name in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
             weights = getattr(out, name, None)
-            if isinstance(weights, (tuple, list)) and (not weights or all(weight is None for weight in weights)):
+            if not isinstance(weights, (tuple, list)) or any(weight is not None for weight in weights):
+                continue
+            if weights or name != "cross_attentions" or module_reading.has_cross_attention(frame.module):
                 where = f"{frame.path or type(frame.module).__name__} ({name})"
                 if where not in self._missing:
                     self._missing.append(where)
@@ -312,6 +335,7 @@ class Trace:
         return Facts(
             path or type(module).__name__, type(module).__name__, type(root).__name__, implementation,
             getattr(getattr(root, "config", None), "_attn_implementation", None), module_reading.mask_registered(implementation),
+            module_reading.function_of(implementation),
             module_reading.supports_sdpa([f.module for f in self._stack]), module_reading.dispatches(module) if implementation else None, softcap, isinstance(getattr(module, "sinks", None), torch.Tensor),
             window if isinstance(window, int) else None, "" if weight is None else module_reading.word(weight.dtype),
             compiled is not None,
@@ -403,6 +427,7 @@ class Trace:
         if call.matrix_shape and len(note.shape) == 4:
             call.matrix_shape = (*note.shape[:2], *call.matrix_shape[-2:])
         call.matrices = note.matrices
+        call.declines = self._declined()
         call.start, call.stop = note.start, self._mark(note.device)
         note.call, note.mask = call, None
 
@@ -467,6 +492,12 @@ class Trace:
         for value in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(value, torch.Tensor):
                 self._outputs.put(value, call)
+
+    def _declined(self) -> list[str]:
+        """Why flashpatch left the running module's call to torch's operators, where it did."""
+        frame = self._stack[-1] if self._stack else None
+        tag = getattr(frame.module, "_flashpatch", None) if frame else None
+        return [] if tag is None else operator_reading.declined_since(tag.layer, frame.declines_before)
 
     def _after_native(self, named, tensors, mark) -> None:
         """torch's C++ path: on a CPU it spells attention out, on a GPU it chooses."""

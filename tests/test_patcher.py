@@ -18,7 +18,7 @@ import torch
 import transformers
 from tiny_models import BY_NAME, HARD_CODED, MODELS, ids, output
 
-from flashpatch import counting, interface, patcher, tagging
+from flashpatch import counting, interface, mask_functions, patcher, tagging, tracing
 from flashpatch.problem import DeclinedError
 
 TEXT = [tiny for tiny in MODELS if tiny.decoder]
@@ -133,6 +133,19 @@ def test_narrower_dtypes_keep_the_lowest_number_finite():
     mask = torch.full((1, 1, 4, 4), torch.finfo(torch.float32).min)
     out, _ = interface.attention_function(module, q, k, v, mask)
     torch.testing.assert_close(out[:, 0], v.float().mean(2).bfloat16(), atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "mistral"])
+def test_shapes_come_out_of_the_meta_device(name):
+    """Nothing that asks a mask for its values may run where there are none."""
+    tiny = BY_NAME[name]
+    model, inputs = tiny.model("sdpa"), tiny.inputs()
+    expected = [part.shape for part in model(**inputs).values() if isinstance(part, torch.Tensor)]
+    model = model.to("meta")
+    inputs = {word: part.to("meta") if isinstance(part, torch.Tensor) else part for word, part in inputs.items()}
+    with patcher.apply(model), tracing.trace():
+        assert [part.shape for part in model(**inputs).values() if isinstance(part, torch.Tensor)] == expected
+    assert not mask_functions._contiguous(torch.empty(1, 4, dtype=torch.long, device="meta"))
 
 
 def test_the_copied_configs_of_encoder_and_decoder_are_switched():

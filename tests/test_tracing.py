@@ -9,11 +9,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from tiny_models import BY_NAME, MODELS, ids, noise
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
 
 import flashpatch
 from flashpatch import families, findings, mask_kinds, profiles
@@ -351,6 +353,68 @@ def test_attention_weights_that_come_back_empty():
     report = traced(model, ids(), output_attentions=True)
     assert codes(report, "wrong") == {"output_attentions"}
     assert codes(traced(BY_NAME["llama"].model("eager"), ids(), output_attentions=True), "wrong") == set()
+    missing = {finding.path for finding in report.findings if finding.code == "output_attentions"}
+    assert missing == {"LlamaForCausalLM (attentions)"}
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "T5EncoderModel", "T5Model"])
+def test_an_empty_tuple_says_nothing_of_attention_a_model_does_not_have(kind):
+    """transformers returns `cross_attentions=()` of models without cross-attention."""
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+    }
+    if kind != "BertModel":
+        sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    config = {"BertModel": transformers.BertConfig}.get(kind, transformers.T5Config)
+    inputs = {"input_ids": ids(), **({"decoder_input_ids": ids()} if kind == "T5Model" else {})}
+    expected = {"BertModel": {"attentions"}, "T5EncoderModel": {"attentions"}}.get(
+        kind, {"encoder_attentions", "decoder_attentions", "cross_attentions"}
+    )
+    for implementation, lacking in (("eager", set()), ("sdpa", expected)):
+        model = getattr(transformers, kind)(config(**sizes, attn_implementation=implementation)).eval()
+        report = traced(model, output_attentions=True, **inputs)
+        wrong = {finding.path for finding in report.findings if finding.level == "wrong"}
+        assert wrong == {f"{kind} ({name})" for name in lacking}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention_weights_asked_of_a_patched_model_are_a_decline():
+    model = BY_NAME["llama"].model("sdpa")
+    with flashpatch.apply(model):
+        report = traced(model, ids(), output_attentions=True)
+        assert not traced(model, ids()).rows[0].declines[0].startswith("output_attentions")
+    assert codes(report) == {"declined"} and all(row.family == "eager" for row in report.rows)
+    assert all(
+        row.declines == ["output_attentions: the attention weights themselves are asked for"] for row in report.rows
+    )
+    (broken,) = findings.violations(report, max_declines=1)
+    assert "2 calls declined: output_attentions" in broken.text
+
+
+def test_a_registered_function_that_is_eager_inside():
+    def function(module, query, key, value, attention_mask, scaling, **keywords):
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        weights = (query @ key.mT * scaling + attention_mask).softmax(-1)
+        return (weights @ value).transpose(1, 2), weights
+
+    AttentionInterface.register("by_hand", function)
+    AttentionMaskInterface.register("by_hand", eager_mask)
+    report = traced(BY_NAME["llama"].model("by_hand"), ids())
+    assert codes(report) == {"eager"} and "attention function 'by_hand' computes it with torch" in text_of(
+        report, "eager"
+    )
+
+
+def test_a_learned_bias_is_a_bias_also_while_it_is_zero():
+    bias = torch.zeros(4, 64, 64, requires_grad=True)
+    report = traced(sdpa, *qkv(), attn_mask=bias)
+    assert report.rows[0].mask == "bias" and "mask_materialised" not in codes(report)
+    report = traced(sdpa, *qkv(), attn_mask=bias.detach())
+    assert "or a bias of zeros" in text_of(report, "mask_materialised")
 
 
 @pytest.mark.parametrize("kind", ["OptimizedModule", "module.compile"])
@@ -400,6 +464,17 @@ def test_a_sub_model_left_behind():
     assert "left_behind" in codes(report)
     left = {finding.path for finding in report.findings if finding.code == "left_behind"}
     assert left == {f"model.vision_tower.encoder.layers.{i}.self_attn" for i in range(2)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sub_model_that_was_not_patched():
+    model = BY_NAME["llava"].model("sdpa")
+    with flashpatch.apply(model.model.language_model):
+        report = traced(model, **BY_NAME["llava"].inputs())
+    left = {finding.path for finding in report.findings if finding.code == "left_behind"}
+    assert left == {f"model.vision_tower.encoder.layers.{i}.self_attn" for i in range(2)}
+    with flashpatch.apply(model):
+        assert "left_behind" not in codes(traced(model, **BY_NAME["llava"].inputs()))
 
 
 def test_a_patched_models_declines_are_findings():
