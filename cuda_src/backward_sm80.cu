@@ -7,6 +7,7 @@
 // Where dK and dV of 16 keys do not fit a warp's registers (kSplit = 2), two warps share the keys: each computes half of the
 // queries' columns of S^T, P^T goes through shared memory too, and each keeps half of the columns of dK and dV.
 #include "bias.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
 
@@ -100,6 +101,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       const float logsumexp = ld_global(p.logsumexp + at);
       if (logsumexp != negative_infinity()) row_logsumexp = logsumexp * kLog2e;
       row_delta = ld_global(p.delta + at);
+      if constexpr (kHasDropout) row_logsumexp -= log2_approx(keep_factor(p)), row_delta *= 1.f - p.dropout_p;
       if constexpr (kHasKeyRanges) row_keys = keys_of(p, sequence, i);
     }
   };
@@ -260,12 +262,15 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         BiasColumns<kKeyFrags> bias;
 
         // P = exp2(S - logsumexp), dS = P (dP - delta)
-        u32 kept[kKeyFrags][2];
-        if constexpr (kHasDropout) kept_transposed<kKeyFrags, kPartFrags>(kept, dropout, i_first, j_first);
+        ColumnDraws<kKeyFrags> draws;
 #pragma unroll
         for (int n = 0; n < kPartFrags; ++n) {
           const F32x2 logsumexp = ld_shared<F32x2>(smem + kLogsumexpOffset + (column + n * 8) * 4);
           const F32x2 delta = ld_shared<F32x2>(smem + kDeltaOffset + (column + n * 8) * 4);
+          const int row_group = (query_warp >> 3) + part + n;  // of 8 queries
+          if constexpr (kHasDropout) {
+            if (n == 0 || (part + n) % 4 == 0) draws.draw(dropout, i_first + n * 8, j_first);
+          }
           U32x4 ranges = {};
           if constexpr (mask.kOn && kHasKeyRanges && !kHasMask) ranges = ld_shared<U32x4>(smem + kRangesOffset + (column + n * 8) * 8);
           if constexpr (kHasBias) {
@@ -283,11 +288,17 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               float score = s * scores.scale_log2;
               if constexpr (kTransformsScores)
                 score = score_log2(sequence, scores, s, kHasBias ? bias.value(m, n & 1, e) : 0.f, i, j, derivative);
-              bool keep = true;
-              if constexpr (kHasDropout) keep = kept[m][half] >> (2 * n + (e & 1)) & 1;
               s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
-              if constexpr (kHasDropout) dp = keep ? dp * dropout.keep : 0.f;
-              dp = s * (dp - (e & 1 ? delta.y : delta.x));
+              if constexpr (kHasDropout) {  // s holds P / (1 - dropout_p), delta as much less
+                const bool upper = row_group >> 1 & 1;
+                const u32 first = n & 1 ? multiplier<1, 0>(upper) : multiplier<0, 0>(upper);
+                const u32 second = n & 1 ? multiplier<1, 1>(upper) : multiplier<0, 1>(upper);
+                const float kept = draws.keeps(dropout, m, e & 1, half ? second : first) ? s : 0.f;
+                dp = kept * dp - s * (e & 1 ? delta.y : delta.x);
+                s = kept;
+              } else {
+                dp = s * (dp - (e & 1 ? delta.y : delta.x));
+              }
               if constexpr (mask.kOn) {
                 bool visible;
                 if constexpr (kHasMask) visible = mask_bits.at(m, half, part + n, e & 1);
@@ -300,7 +311,6 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               }
               dbias_frag[e] = dp;
               dp *= derivative;
-              if constexpr (kHasDropout) s = keep ? s : 0.f;
             }
             if constexpr (kHasBias) {
               if (dbias) add_fragment(dbias + (m * kQueryFrags + part + n) * 128, dbias_frag);
@@ -383,7 +393,6 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     if (!first_round) pass_turn(before);
   }
   scale(dk_frag, p.softmax_scale);
-  if constexpr (kHasDropout) scale(dv_frag, dropout_of(p, position.batch, 0).keep);
   store_accumulators<kSplit>(k_smem, key_warp, warp_d, dk_frag);
   store_accumulators<kSplit>(v_smem, key_warp, warp_d, dv_frag);
   sync_block();  // dK and dV are in shared memory

@@ -5,6 +5,7 @@
 // Where all columns of V do not fit a warp's registers, kVParts CTAs share a query block: each computes its scores, and its own
 // columns of out.
 #include "bias.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
 
@@ -16,6 +17,7 @@ using OutTile = Tile<kBlockM, kPartV>;
 
 constexpr int kRowsPerWarp = kBlockM / kNumWarps;
 constexpr int kMFrags = QueriesDown::kM, kNFrags = QueriesDown::kN, kOutFrags = kPartV / 8;
+static_assert(!kHasDropout || kBlockN % 32 == 0, "one draw for 32 keys");
 static_assert(kRowsPerWarp % 16 == 0 && kBlockN % 16 == 0 && (kNumStages == 1 || kNumStages == 2), "tile shape");
 
 // Shared memory: Q | K stages | V stages | bias, later out over all of it | scratch of mask.cuh
@@ -33,7 +35,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
   const u32 index = block_index() / kVParts;
   const int first_v = (int)(block_index() % kVParts) * kPartV;
-  const Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, p.batch * p.num_heads_q) : position_of(index, p.m_blocks, p.num_heads_q);
+  const Position position = kHasBounds ? longest_first<kL2Bytes>(p, index, p.batch * p.num_heads_q) : position_of(index, p.m_blocks, p.num_heads_q);
   const int m_block = position.block, head = position.head;
   const Sequence sequence = sequence_of(p, position.batch);
   if (m_block * kBlockM >= sequence.q_length) return;
@@ -62,6 +64,9 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   // This thread's first element of a C fragment
   const int warp_row = warp_index() * kRowsPerWarp;
   const int i_first = m_block * kBlockM + QueriesDown::row(), j_lane = QueriesDown::column();
+  // By a window alone, warps at the top of a block see other keys than those at its bottom.
+  constexpr bool kWarpsDiffer = kHasWindow && !kHasKeyRanges;
+  const BlockKeys warp_keys = kWarpsDiffer ? keys_of_rows(sequence, m_block * kBlockM + warp_row, kRowsPerWarp) : keys;
 
   const Scores scores = scores_of(p, sequence, head);
   const Dropout dropout = dropout_of(p, position.batch, head);
@@ -152,45 +157,59 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     cp_async_commit();
     if (n_next >= n_first) fetch_mask(n_next);
 
+    u32 non_finite = 0;
+    const auto take_out_of_v = [&] {
+      if constexpr (kHasBounds || kHasMask) {
+        if (careful && (keys.needs_mask(n) || hidden))
+          non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
+      }
+    };
+    if constexpr (kNumStages == 2) take_out_of_v();
+    const bool sees = !(kWarpsDiffer && !kHasBias) || warp_keys.sees(n);
+
     // S = Q K^T
     float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
-    clear(s_frag);
-    multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+    if (sees) {
+      clear(s_frag);
+      multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+    }
 
     if constexpr (kNumStages == 1) {
       cp_async_wait<0>();
       sync_block();  // V has landed for all; nobody reads K any more
+      take_out_of_v();
       if (n_next >= n_first) load_k(n_next, 0);
       cp_async_commit();
     }
 
-    if constexpr (kTransformsScores)
-      transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
-        return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
-      });
-    if constexpr (kHasBias) {
-      sync_warp();  // all lanes have read the warp's rows of the bias
-      if (n_next >= n_first) load_next_bias(n_next);
-      cp_async_commit();
-    }
-    const bool bounded = keys.needs_mask(n);
-    if (bounded || hidden) {
-      u32 non_finite = 0;
-      if constexpr (kHasBounds || kHasMask) {
-        if (careful) non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
-        if (!bounded && non_finite != 0) blot_out(s_frag, non_finite);
+    if (sees) {
+      Cap cap = {};
+      if constexpr (kCapsInSoftmax)
+        cap = cap_of(s_frag, scores);
+      else if constexpr (kTransformsScores)
+        transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
+          return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
+        });
+      if constexpr (kHasBias) {
+        sync_warp();  // all lanes have read the warp's rows of the bias
+        if (n_next >= n_first) load_next_bias(n_next);
+        cp_async_commit();
       }
-      if (bounded) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+      if (warp_keys.needs_mask(n)) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+      else if ((kHasBounds || kHasMask) && non_finite != 0) blot_out(s_frag, non_finite);
       if (hidden) apply_mask_bits(s_frag, mask_bits);
+
+      // P = exp2(S - row_max), O rescaled
+      if constexpr (kCapsInSoftmax) softmax.update(s_frag, out_frag, scale_log2, cap);
+      else softmax.update(s_frag, out_frag, scale_log2);
+
+      // O += P V
+      U32x4 words[(kMFrags + 1) / 2];
+      multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {
+        load_packed(p_frag, s_frag, k);
+        if constexpr (kHasDropout) drop(p_frag, words, dropout, i_first, n * kBlockN + j_lane, k);
+      }, down_first(v_smem(stage), 0, 0));
     }
-
-    // P = exp2(S - row_max), O rescaled
-    softmax.update(s_frag, out_frag, scale_log2);
-    if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
-
-    // O += P V
-    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
-                           down_first(v_smem(stage), 0, 0));
     if constexpr (kNumStages == 2) stage ^= 1;
     n = n_next;
     if constexpr (kHasBounds || kHasMask) {

@@ -47,7 +47,14 @@ DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
 struct BlockKeys {
   Span any, all;
   DEVICE bool needs_mask(int n_block) const { return n_block * kBlockN < all.begin || (n_block + 1) * kBlockN > all.end; }
+  DEVICE bool sees(int n_block) const { return n_block * kBlockN < any.end && (n_block + 1) * kBlockN > any.begin; }
 };
+
+// The same for rows [first, first + count), key_ranges aside: both ends grow with the row, the outer rows decide.
+DEVICE BlockKeys keys_of_rows(const Sequence& s, int first, int count) {
+  const Span top = window_of(s, smaller(first, s.q_length - 1)), bottom = window_of(s, smaller(first + count, s.q_length) - 1);
+  return {{top.begin, bottom.end}, {bottom.begin, top.end}};
+}
 
 constexpr int kBlockKeysBytes = kNumWarps * 16;
 
@@ -55,9 +62,7 @@ constexpr int kBlockKeysBytes = kNumWarps * 16;
 DEVICE BlockKeys keys_of_block(const Params& p, const Sequence& s, int m_block, u32 scratch) {
   const int first = m_block * kBlockM, end = smaller(first + kBlockM, s.q_length);
   if constexpr (!kHasKeyRanges) {
-    // Both ends grow with the row: the outer rows decide.
-    const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
-    return {{top.begin, bottom.end}, {bottom.begin, top.end}};
+    return keys_of_rows(s, first, kBlockM);
   } else {
     BlockKeys keys = {{kNever, 0}, {0, kNever}};
     for (int i = first + thread_index(); i < end; i += kThreads) {
@@ -121,10 +126,24 @@ DEVICE Span queries_of(const Sequence& s, int j) {
 // The bits of a boolean mask beside C fragments, where there is none.
 template <int kM> struct MaskBits {};
 
+// Scores of keys whose V was taken out of the product -> NaN.
+template <int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (keys >> (2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
+}
+
 // Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see by window, lengths and key_ranges -> -inf.
 // `non_finite` marks keys whose V was taken out of the product: they turn the rows that see them into NaN.
 template <int kM, int kN>
 DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, MaskBits<kM>, u32 non_finite, int i, int j) {
+  if constexpr (kHasBounds || kHasMask) {
+    if (non_finite != 0) blot_out(s_frag, non_finite);  // rare: not among the comparisons
+  }
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -137,9 +156,6 @@ DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequen
         for (int e = 0; e < 2; ++e) {
           const bool visible = columns.holds(n * 8 + e);
           float& score = s_frag[m][n][half * 2 + e];
-          if constexpr (kHasBounds || kHasMask) {
-            if (non_finite >> (2 * n + e) & 1) score = not_a_number();
-          }
           score = visible ? score : negative_infinity();
         }
     }
@@ -164,17 +180,6 @@ template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][
 #pragma unroll
       for (int e = 0; e < 4; ++e) found |= non_finite(acc[m][n][e]);
   return found;
-}
-
-// Scores of keys whose V was taken out of the product -> NaN.
-template <int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (keys >> (2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
 }
 
 // Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns bit c where something of row

@@ -116,7 +116,8 @@ MASK = forward(features=("mask", "nan"))
 MASK_OF_HEADS = forward(features=("mask", "mask_of_heads"))
 MASK_LONG = forward(features=("mask", "mask_holes"), batch=1, heads=1, heads_kv=1, seqlen_k=1264)
 WIDE_BIAS = forward(features=("wide_bias",), seqlen_k=80)
-DROPOUT = forward(dropout_p=0.3)
+DROPOUT = forward(dropout_p=0.3, tile=(64, 32))
+DROPOUT_RARELY_KEPT = forward(dropout_p=0.9)
 VARLEN = forward(features=("varlen",), window=(-1, 0))
 BACKWARD = backward()
 BACKWARD_CAUSAL = backward(window=(-1, 0), num_stages=1)
@@ -256,8 +257,11 @@ def inputs_of(case: Case) -> Inputs:
     return Inputs(q, k, v, dout, torch.randn(statistics, generator=generator), call, keywords)
 
 
+MULTIPLIERS = [0x243F6A88, 0x85A308D1, 0x13198A2A, 0x3707343, 0xA4093824, 0x299F31D5, 0x82EFA9E, 0xEC4E6C8F]
+
+
 def kept(case: Case, rng_state) -> torch.Tensor:
-    """The dropout mask, by a Philox4x32-7 of our own: one call for keys j & ~9 | {0, 1, 8, 9} of rows i & ~8 | {0, 8}."""
+    """The dropout mask, by a Philox4x32-7 of our own: one call for keys j & ~25 | {0, 1, 8, 9, ...} of rows i & ~24 | {0, 8, ...}."""
     i = numpy.arange(case.seqlen_q, dtype=numpy.uint64)[:, None]
     j = numpy.arange(case.seqlen_k, dtype=numpy.uint64)[None, :]
     seed, offset = (int(x) for x in rng_state)
@@ -265,7 +269,7 @@ def kept(case: Case, rng_state) -> torch.Tensor:
     rows = []
     for row in range(case.batch * case.heads):
         shape = numpy.broadcast_shapes(i.shape, j.shape)
-        counter = [j // 16 * 4 + j // 2 % 4, i // 16 * 8 + i % 8, row, offset]
+        counter = [j // 32 * 4 + j // 2 % 4, i // 32 * 8 + i % 8, row, offset]
         counter = [numpy.broadcast_to(numpy.asarray(c, numpy.uint64), shape) for c in counter]
         keys = [seed & 0xFFFFFFFF, seed >> 32]
         for _ in range(7):
@@ -274,9 +278,13 @@ def kept(case: Case, rng_state) -> torch.Tensor:
             first, third = high_z ^ counter[1] ^ numpy.uint64(keys[0]), high_x ^ counter[3] ^ numpy.uint64(keys[1])
             counter = [first, z & low, third, x & low]
             keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
-        word = numpy.choose((i // 8 % 2 * 2 + j % 2).astype(int), counter)
-        bits = word // 2 ** (j // 8 % 2 * 16) % 2**16
-        rows.append(torch.from_numpy((bits >= round(case.dropout_p * 2**16)).copy()))
+        pair = [numpy.choose((j // 16 % 2).astype(int), [counter[c], counter[c + 2]]) for c in (0, 1)]
+        multiplier = numpy.array(MULTIPLIERS, numpy.uint64)[(i // 8 % 4 * 2 + j // 8 % 2).astype(int)]
+        word = pair[0] * multiplier + pair[1]
+        bits = word // 2 ** (j % 2 * 16) % 2**15
+        rare = case.dropout_p <= 0.5
+        drop = bits < round((case.dropout_p if rare else 1 - case.dropout_p) * 2**15)
+        rows.append(torch.from_numpy(~drop if rare else drop))
     return torch.stack(rows).view(case.batch, case.heads, case.seqlen_q, case.seqlen_k)
 
 
@@ -470,9 +478,12 @@ BUGS = [
     Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "BACKWARD_SCORES"),
     Bug("scores.cuh", "missing magnitude", "fabsf(distance + ", "(distance + ", "SCORES"),
     Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
-    Bug("scores.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
-    Bug("scores.cuh", "wrong half", "(upper ? word : word << 16)", "(upper ? word << 16 : word)", "DROPOUT"),
-    Bug("scores.cuh", "wrong lanes", "odd ? even_key : odd_key, 4)", "odd ? even_key : odd_key, 8)", "BACKWARD_DROPOUT"),
+    Bug("dropout.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
+    Bug("dropout.cuh", "wrong pair", "k % 2 ? words[m / 2].z :", "k % 2 ? words[m / 2].x :", "DROPOUT"),
+    Bug("dropout.cuh", "swapped rows", "zero(p_frag[m][1], multiplier<1, 0>", "zero(p_frag[m][1], multiplier<0, 1>", "DROPOUT"),
+    Bug("dropout.cuh", "wrong half", "j & 1 ? 1 : 17", "j & 1 ? 17 : 1", "BACKWARD_DROPOUT"),
+    Bug("dropout.cuh", "wrong rows", "kM == 1 ? i >> 4 & 1 : m & 1", "m & 1", "DROPOUT_RARELY_KEPT"),
+    Bug("dropout.cuh", "wrong side", "rare ? ~0u : 0u", "~0u", "DROPOUT_RARELY_KEPT"),
     Bug("scores.cuh", "beyond its range", "kSmallTanh = 0.4f", "kSmallTanh = 400.f", "SCORES"),
     Bug("scores.cuh", "wrong polynomial", "first * square * kTanh3", "first * kTanh3", "SMALL_SCORES"),
     # sequences
@@ -510,7 +521,7 @@ BUGS = [
     Bug("backward_sm80.cu", "logsumexp base", "row_logsumexp = logsumexp * kLog2e", "row_logsumexp = logsumexp", "BACKWARD"),
     Bug("backward_sm80.cu", "head mapping", "head = position.head * group + block.head", "head = position.head + block.head * p.num_heads_kv", "BACKWARD"),
     Bug("backward_sm80.cu", "missing derivative", "dp *= derivative;", "", "BACKWARD_SCORES"),
-    Bug("backward_sm80.cu", "dropout of dp", "dp = keep ? dp * dropout.keep : 0.f;", "", "BACKWARD_DROPOUT"),
+    Bug("backward_sm80.cu", "dropout of dp", "dp = kept * dp -", "dp = s * dp -", "BACKWARD_DROPOUT"),
     Bug("backward_sm80.cu", "masked NaN", "dp = visible ? dp : 0.f;", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "swapped stage", "load_queries(next, stage ^ 1)", "load_queries(next, stage)", "BACKWARD"),
     Bug("backward_delta.cu", "missing dlogsumexp", "if (p.dlogsumexp) sum -=", "if (false) sum -=", "BACKWARD"),
