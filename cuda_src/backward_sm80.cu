@@ -226,7 +226,12 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       if (first_round) non_finite = take_out_non_finite<2 * kKeyFrags>(k_smem, [&](int c) { return key_lane + c * 8; });
     }
     first_round = false;
-    const bool masked = next_masked;
+    bool masked = next_masked, sees = true;
+    if constexpr (kHasWindow && !kHasKeyRanges && !kHasMask) {
+      const BlockKeys keys = keys_of_rows(sequence, block.m_block * kBlockM, kBlockM);
+      const Span warp_keys = {first_key + key_warp, first_key + key_warp + 16 * kKeyFrags};
+      masked = keys.need_mask(warp_keys), sees = keys.see(warp_keys);
+    }
     if constexpr (kHasMask) {
       mask_bits = next_mask_bits;
       if (next_bounded) hide_unseen(mask_bits, block);
@@ -253,6 +258,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         clear(s_frag);
         multiply_transposed<kHeadDim / 16>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
                                            right_first(q_smem(stage), query_warp + part * 8, 0));
+        if constexpr (mask.kOn && (kHasBounds || kHasMask)) {
+          if (non_finite != 0) blot_out_rows(s_frag, non_finite);  // P and dS become NaN with S
+        }
         clear(dp_frag);
         multiply_transposed<kHeadDimV / 16>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
                                             right_first(dout_smem(stage), query_warp + part * 8, 0));
@@ -305,7 +313,6 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
                 else if constexpr (kHasKeyRanges)  // they are cut to window and lengths
                   visible = (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
                 else visible = queries_of(sequence, j).holds(i);
-                if (non_finite >> (2 * m + half) & 1) s = not_a_number(), dp = not_a_number();
                 s = visible ? s : 0.f;
                 dp = visible ? dp : 0.f;
               }
@@ -333,8 +340,15 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         }
       }
     };
-    if (masked) visit(Switch<true>{});
-    else visit(Switch<false>{});
+    if (!sees) {
+      const u32 none[kKeyFrags][kQueryFrags][2] = {};
+      store_packed(ds_smem, key_warp, query_warp / 16, none);
+      if constexpr (kSplit > 1) store_packed(p_smem, key_warp, query_warp / 16, none);
+    } else if (masked) {
+      visit(Switch<true>{});
+    } else {
+      visit(Switch<false>{});
+    }
 
     if constexpr (kSplit > 1) {
       sync_block();  // P^T and dS^T are complete

@@ -45,6 +45,8 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const BlockKeys keys = keys_of_block(p, sequence, m_block, smem + kScratchOffset);
   const int n_first = keys.any.begin / kBlockN, n_last = ceil_div(keys.any.end, kBlockN) - 1;
 
+  const auto keys_of_tile = [&](int n) { return Span{n * kBlockN, (n + 1) * kBlockN}; };
+
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
   const Rows<const u16> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head).columns_from(first_v);
   const int q_rows = sequence.q_length - m_block * kBlockM;
@@ -160,12 +162,12 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     u32 non_finite = 0;
     const auto take_out_of_v = [&] {
       if constexpr (kHasBounds || kHasMask) {
-        if (careful && (keys.needs_mask(n) || hidden))
+        if (careful && (keys.need_mask(keys_of_tile(n)) || hidden))
           non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
       }
     };
     if constexpr (kNumStages == 2) take_out_of_v();
-    const bool sees = !(kWarpsDiffer && !kHasBias) || warp_keys.sees(n);
+    const bool sees = !(kWarpsDiffer && !kHasBias) || warp_keys.see(keys_of_tile(n));
 
     // S = Q K^T
     float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
@@ -195,7 +197,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
         if (n_next >= n_first) load_next_bias(n_next);
         cp_async_commit();
       }
-      if (warp_keys.needs_mask(n)) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+      if (warp_keys.need_mask(keys_of_tile(n))) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
       else if ((kHasBounds || kHasMask) && non_finite != 0) blot_out(s_frag, non_finite);
       if (hidden) apply_mask_bits(s_frag, mask_bits);
 

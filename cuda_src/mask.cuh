@@ -46,8 +46,8 @@ DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
 // What a query block sees: `any` spans what some row sees, `all` what every row sees.
 struct BlockKeys {
   Span any, all;
-  DEVICE bool needs_mask(int n_block) const { return n_block * kBlockN < all.begin || (n_block + 1) * kBlockN > all.end; }
-  DEVICE bool sees(int n_block) const { return n_block * kBlockN < any.end && (n_block + 1) * kBlockN > any.begin; }
+  DEVICE bool need_mask(Span keys) const { return keys.begin < all.begin || keys.end > all.end; }
+  DEVICE bool see(Span keys) const { return keys.begin < any.end && keys.end > any.begin; }
 };
 
 // The same for rows [first, first + count), key_ranges aside: both ends grow with the row, the outer rows decide.
@@ -180,6 +180,17 @@ template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][
 #pragma unroll
       for (int e = 0; e < 4; ++e) found |= non_finite(acc[m][n][e]);
   return found;
+}
+
+// The same where keys are down: bit 2 m + half.
+template <int kM, int kN> DEVICE void blot_out_rows(float (&s_frag)[kM][kN][4], u32 keys) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (keys >> (2 * m + (e >> 1)) & 1) s_frag[m][n][e] = not_a_number();
 }
 
 // Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns bit c where something of row
