@@ -122,6 +122,7 @@ VARLEN = forward(features=("varlen",), window=(-1, 0))
 BACKWARD = backward()
 BACKWARD_CAUSAL = backward(window=(-1, 0), num_stages=1)
 BACKWARD_WINDOW = backward(window=(9, 5), dtype=torch.float16)
+BACKWARD_PASSED_OVER = backward(window=(9, 5), tile=(32, 64))
 BACKWARD_SPLIT = backward(num_warps=4, head_dim=64, head_dim_v=64)
 BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
@@ -410,8 +411,8 @@ class Bug:
 
 BUGS = [
     # forward
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // K", "sync_block();  // K", "PLAIN"),
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // K", "sync_block();  // K", "PLAIN"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n        sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // K (", "// K (", "PLAIN"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has", "// V has", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // out overwrites", "// out overwrites", "WIDE_V"),
@@ -438,7 +439,10 @@ BUGS = [
     Bug("mask.cuh", "off by one, left", "i + s.diagonal - s.window_left)", "i + s.diagonal - s.window_left + 1)", "WINDOW"),
     Bug("mask.cuh", "off by one, right", "i + s.diagonal + s.window_right + 1", "i + s.diagonal + s.window_right", "CAUSAL"),
     Bug("mask.cuh", "off by one, end", "Span keys = {0, s.k_length};", "Span keys = {0, s.k_length + 1};", "ALMOST_FULL"),
-    Bug("mask.cuh", "off by one, unmasked", "(n_block + 1) * kBlockN > all.end", "(n_block + 1) * kBlockN > all.end + 1", "ALMOST_FULL"),
+    Bug("mask.cuh", "off by one, unmasked", "keys.end > all.end;", "keys.end > all.end + 1;", "ALMOST_FULL"),
+    Bug("mask.cuh", "passed over", "keys.end > any.begin;", "keys.end > any.begin + 16;", "WINDOW"),
+    Bug("mask.cuh", "passed over", "keys.begin < any.end &&", "keys.begin + 16 < any.end &&", "BACKWARD_CAUSAL"),
+    Bug("mask.cuh", "wrong key", "keys >> (2 * m + (e >> 1)) & 1", "keys >> (2 * m + (e & 1)) & 1", "BACKWARD_MASK"),
     Bug("mask.cuh", "off by one, range", "ld_global(range + 1)", "ld_global(range + 1) - 1", "RANGES"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal + s.window_left + 1)", "j - s.diagonal + s.window_left)", "BACKWARD_WINDOW"),
@@ -452,7 +456,7 @@ BUGS = [
     Bug("mask_tiles.cuh", "swapped bits", "0x10204080u", "0x08040201u", "MASK_LONG"),
     Bug("mask_tiles.cuh", "wrong thread", "+ w) * kThreads + thread_index(), bits", "+ w) * kThreads + (thread_index() ^ 1), bits", "MASK"),
     Bug("forward_sm80.cu", "stale mask", "hidden = next_hidden, mask_bits = next_mask_bits;", "hidden = true, mask_bits = next_mask_bits;", "MASK_LONG"),
-    Bug("forward_sm80.cu", "no second look", "careful = true, begin();", "careful = true;", "MASK"),
+    Bug("forward_sm80.cu", "no second look", "begin(), attend(Switch<true>{});", "attend(Switch<true>{});", "MASK"),
     Bug("backward_sm80.cu", "bounds forgotten", "if (next_bounded) hide_unseen(mask_bits, block);", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "wrong head", "(mask_head = b.head)", "(mask_head = b.head) * 0", "BACKWARD_MASK_OF_HEADS"),
     Bug("backward_sm80.cu", "stale mask", "else next_mask_bits.fill(~0u);", "", "BACKWARD_MASK_LONG"),
@@ -508,6 +512,7 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // P^T and", "// P^T and", "BACKWARD_SPLIT"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
+    Bug("backward_sm80.cu", "no zeros", "store_packed(ds_smem, key_warp, query_warp / 16, none);", "", "BACKWARD_PASSED_OVER"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
     Bug("backward_sm80.cu", "wrong columns", "(pair * kDqWarpsN + dq_n) * 2)", "dq_n * 2)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
