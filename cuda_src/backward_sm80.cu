@@ -298,10 +298,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
                 score = score_log2(sequence, scores, s, kHasBias ? bias.value(m, n & 1, e) : 0.f, i, j, derivative);
               s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
               if constexpr (kHasDropout) {  // s holds P / (1 - dropout_p), delta as much less
-                const bool upper = row_group >> 1 & 1;
-                const u32 first = n & 1 ? multiplier<1, 0>(upper) : multiplier<0, 0>(upper);
-                const u32 second = n & 1 ? multiplier<1, 1>(upper) : multiplier<0, 1>(upper);
-                const float kept = draws.keeps(dropout, m, e & 1, half ? second : first) ? s : 0.f;
+                const bool right = kKeyFrags == 1 ? key_warp >> 4 & 1 : m;
+                const float kept = draws.keeps(dropout, e & 1, multiplier(row_group >> 1 & 1, n & 1, right, half)) ? s : 0.f;
                 dp = kept * dp - s * (e & 1 ? delta.y : delta.x);
                 s = kept;
               } else {

@@ -1,10 +1,10 @@
 // Dropout: which elements of P are kept, the same in forward and backward, whatever their tiles.
 //
-// One Philox call draws two pairs (a, b) of words for rows i & 7 of 32 and keys j & 6, j & 7 | 1 of 32: the first pair for the lower
-// 16 keys, the second for the upper. An element's word is a * m + b, m a constant of its own for i & 24 and j & 8; its 15 bits are the
-// lower half's of even keys, the upper half's of odd ones, without the top bit. With a and b uniform, the words of any two m are
-// uniform and independent (Dietzfelbinger, STACS 1996) in all but the lowest bits m has in common: elements are pairwise
-// independent, and where no call is shared, independent.
+// One Philox call draws two pairs (a, b) of words for rows i & 7 of 32 and keys j & 6, j & 7 | 1 of 64: the first pair for the lower
+// 32 keys, the second for the upper. An element's word is a * m + b, m a constant of its own for i & 24 and j & 24; its 15 bits are
+// the lower half's of even keys, the upper half's of odd ones, without the top bit. With a and b uniform, the words of any two m are
+// uniform and independent (Dietzfelbinger, STACS 1996) in all but the lowest bits the two have in common, three at most: elements are
+// pairwise independent to 2^-12, and where no call is shared, independent.
 #pragma once
 #include "seqlen.cuh"
 
@@ -21,14 +21,12 @@ DEVICE U32x4 philox(U32x4 counter, u32 key_low, u32 key_high) {
   return counter;
 }
 
-// m of rows 8 r.. and keys 8 k.. of a pair: words of pi, the last three bits all different.
-template <int kRow, int kKey> struct Multiplier {
-  static constexpr u32 kWords[8] = {0x243F6A88u, 0x85A308D1u, 0x13198A2Au, 0x03707343u, 0xA4093824u, 0x299F31D5u, 0x082EFA9Eu, 0xEC4E6C8Fu};
-  static constexpr u32 kWord = kWords[kRow * 2 + kKey];
-};
-// Of rows 16 upper + 8 half..
-template <int kHalf, int kKey> DEVICE u32 multiplier(bool upper) {
-  return upper ? Multiplier<2 + kHalf, kKey>::kWord : Multiplier<kHalf, kKey>::kWord;
+// m of rows 8 r.. and keys 8 k..: words of pi, the last four bits all different.
+constexpr u32 kMultipliers[4][4] = {{0x243F6A80u, 0x85A308D1u, 0x13198A22u, 0x03707343u}, {0xA4093824u, 0x299F31D5u, 0x082EFA96u, 0xEC4E6C87u}, {0x452821E8u, 0x38D01379u, 0xBE5466CAu, 0x34E90C6Bu}, {0xC0AC29BCu, 0xC97C50DDu, 0x3F84D5BEu, 0xB547091Fu}};
+// Of rows 16 `lower` + 8 half.. and keys 16 `right` + 8 k..: a constant where these are.
+DEVICE u32 multiplier(bool lower, int half, bool right, int k) {
+  return lower ? right ? kMultipliers[2 + half][2 + k] : kMultipliers[2 + half][k]
+               : right ? kMultipliers[half][2 + k] : kMultipliers[half][k];
 }
 
 struct Dropout {
@@ -37,7 +35,7 @@ struct Dropout {
   u32 dropped;  // ~0 where these are the dropped ones
   float keep;   // 1 / (1 - dropout_p)
   DEVICE U32x4 words(int i, int j) const {
-    return philox({(((u32)j >> 5) << 2) | ((u32)j >> 1 & 3), (((u32)i >> 5) << 3) | ((u32)i & 7), row, offset}, key_low, key_high);
+    return philox({(((u32)j >> 6) << 2) | ((u32)j >> 1 & 3), (((u32)i >> 5) << 3) | ((u32)i & 7), row, offset}, key_low, key_high);
   }
 };
 
@@ -60,47 +58,42 @@ DEVICE Dropout dropout_of(const Params& p, int batch, int head) {
 // ---- queries down, keys across ----
 
 // Zeroes what is dropped of P in A fragments of step k, 16 keys; the factor `keep` is left to the end. (i, j) is this thread's first
-// element of a tile that begins at a multiple of 16 kM rows and of 32 keys. `words` lives from an even step to the next.
+// element of a tile that begins at a multiple of 16 kM rows and of kBlockN keys, 32 or a multiple of 64. `words` lives from step to
+// step.
 template <int kM> DEVICE void drop(u32 (&p_frag)[kM][4], U32x4 (&words)[(kM + 1) / 2], const Dropout& dropout, int i, int j, int k) {
+  constexpr bool kWhole = kBlockN % 64 == 0;  // a call's keys lie in one tile
   const u32 share = dropout.share << 16 | dropout.share;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
-    if (m % 2 == 0 && k % 2 == 0) words[m / 2] = dropout.words(i + m * 16, j + k * 16);
-    const bool upper = kM == 1 ? i >> 4 & 1 : m & 1;
-    const u32 a = k % 2 ? words[m / 2].z : words[m / 2].x, b = k % 2 ? words[m / 2].w : words[m / 2].y;
-    const auto zero = [&](u32& pair, u32 multiplier) {
+    if (m % 2 == 0 && k % (kWhole ? 4 : 2) == 0) words[m / 2] = dropout.words(i + m * 16, j + k * 16);
+    const bool lower = kM == 1 ? i >> 4 & 1 : m & 1, second = kWhole ? k >> 1 & 1 : j >> 5 & 1;
+    const u32 a = second ? words[m / 2].z : words[m / 2].x, b = second ? words[m / 2].w : words[m / 2].y;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
       // Bits below 2^14, the share among them, are finite fp16 numbers in the same order; NaN is below nothing.
-      pair &= set_lt_f16x2(abs_f16x2(a * multiplier + b), share) ^ dropout.dropped;
-    };
-    zero(p_frag[m][0], multiplier<0, 0>(upper));
-    zero(p_frag[m][1], multiplier<1, 0>(upper));
-    zero(p_frag[m][2], multiplier<0, 1>(upper));
-    zero(p_frag[m][3], multiplier<1, 1>(upper));
+      p_frag[m][e] &= set_lt_f16x2(abs_f16x2(a * multiplier(lower, e & 1, k & 1, e >> 1) + b), share) ^ dropout.dropped;
   }
 }
 
 // ---- keys down, queries across ----
 
-// A thread's pairs (a, b) for fragments of [16 kM keys x 8 queries], its two queries beside its keys, shifted so that the bits of its
-// keys come last, from bit 17 on.
+// A thread's pairs (a, b) of two queries beside 16 kM keys, shifted so that the bits of its keys come last, from bit 17 on.
 template <int kM> struct ColumnDraws {
-  u32 a[kM][2], b[kM][2];
+  u32 a[2], b[2];
 
-  // (i, j) is this thread's first element; of a row of 32 queries, and keys that begin at a multiple of 16 kM.
+  // (i, j) is this thread's first element, of 32 queries and of keys that begin at a multiple of 16 kM.
   DEVICE void draw(const Dropout& dropout, int i, int j) {
+    static_assert(kM <= 2, "keys of one call");
     const int shift = j & 1 ? 1 : 17;
+    const bool second = j >> 5 & 1;
 #pragma unroll
-    for (int m = 0; m < kM; m += 2)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const U32x4 words = dropout.words(i + e, j + m * 16);
-        const bool second = kM == 1 && (j >> 4 & 1);
-        a[m][e] = (second ? words.z : words.x) << shift;
-        b[m][e] = (second ? words.w : words.y) << shift;
-        if constexpr (kM > 1) a[m + 1][e] = words.z << shift, b[m + 1][e] = words.w << shift;
-      }
+    for (int e = 0; e < 2; ++e) {
+      const U32x4 words = dropout.words(i + e, j);
+      a[e] = (second ? words.z : words.x) << shift;
+      b[e] = (second ? words.w : words.y) << shift;
+    }
   }
-  DEVICE bool keeps(const Dropout& dropout, int m, int e, u32 multiplier) const {
-    return (a[m][e] * multiplier + b[m][e] < dropout.share << 17) != (dropout.dropped != 0);
+  DEVICE bool keeps(const Dropout& dropout, int e, u32 multiplier) const {
+    return (a[e] * multiplier + b[e] < dropout.share << 17) != (dropout.dropped != 0);
   }
 };

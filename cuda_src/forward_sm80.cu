@@ -17,7 +17,7 @@ using OutTile = Tile<kBlockM, kPartV>;
 
 constexpr int kRowsPerWarp = kBlockM / kNumWarps;
 constexpr int kMFrags = QueriesDown::kM, kNFrags = QueriesDown::kN, kOutFrags = kPartV / 8;
-static_assert(!kHasDropout || kBlockN % 32 == 0, "one draw for 32 keys");
+static_assert(!kHasDropout || kBlockN == 32 || kBlockN % 64 == 0, "keys of dropout's calls");
 static_assert(kRowsPerWarp % 16 == 0 && kBlockN % 16 == 0 && (kNumStages == 1 || kNumStages == 2), "tile shape");
 
 // Shared memory: Q | K stages | V stages | bias, later out over all of it | scratch of mask.cuh
@@ -168,14 +168,11 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
         }
       };
       if constexpr (kNumStages == 2) take_out_of_v();
-      const bool sees = !(kWarpsDiffer && !kHasBias) || warp_keys.see(keys_of_tile(n));
 
       // S = Q K^T
       float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
-      if (sees) {
-        clear(s_frag);
-        multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
-      }
+      clear(s_frag);
+      multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
 
       if constexpr (kNumStages == 1) {
         cp_async_wait<0>();
@@ -185,34 +182,32 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
         cp_async_commit();
       }
 
-      if (sees) {
-        Cap cap = {};
-        if constexpr (kCapsInSoftmax)
-          cap = cap_of(s_frag, scores);
-        else if constexpr (kTransformsScores)
-          transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
-            return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
-          });
-        if constexpr (kHasBias) {
-          sync_warp();  // all lanes have read the warp's rows of the bias
-          if (n_next >= n_first) load_next_bias(n_next);
-          cp_async_commit();
-        }
-        if (warp_keys.need_mask(keys_of_tile(n))) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
-        else if (kCareful && non_finite != 0) blot_out(s_frag, non_finite);
-        if (hidden) apply_mask_bits(s_frag, mask_bits);
-
-        // P = exp2(S - row_max), O rescaled
-        if constexpr (kCapsInSoftmax) softmax.update(s_frag, out_frag, scale_log2, cap);
-        else softmax.update(s_frag, out_frag, scale_log2);
-
-        // O += P V
-        U32x4 words[(kMFrags + 1) / 2];
-        multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {
-          load_packed(p_frag, s_frag, k);
-          if constexpr (kHasDropout) drop(p_frag, words, dropout, i_first, n * kBlockN + j_lane, k);
-        }, down_first(v_smem(stage), 0, 0));
+      Cap cap = {};
+      if constexpr (kCapsInSoftmax)
+        cap = cap_of(s_frag, scores);
+      else if constexpr (kTransformsScores)
+        transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
+          return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
+        });
+      if constexpr (kHasBias) {
+        sync_warp();  // all lanes have read the warp's rows of the bias
+        if (n_next >= n_first) load_next_bias(n_next);
+        cp_async_commit();
       }
+      if (warp_keys.need_mask(keys_of_tile(n))) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+      else if (kCareful && non_finite != 0) blot_out(s_frag, non_finite);
+      if (hidden) apply_mask_bits(s_frag, mask_bits);
+
+      // P = exp2(S - row_max), O rescaled
+      if constexpr (kCapsInSoftmax) softmax.update(s_frag, out_frag, scale_log2, cap);
+      else softmax.update(s_frag, out_frag, scale_log2);
+
+      // O += P V
+      U32x4 words[(kMFrags + 1) / 2];
+      multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {
+        load_packed(p_frag, s_frag, k);
+        if constexpr (kHasDropout) drop(p_frag, words, dropout, i_first, n * kBlockN + j_lane, k);
+      }, down_first(v_smem(stage), 0, 0));
       if constexpr (kNumStages == 2) stage ^= 1;
       n = n_next;
     }

@@ -170,16 +170,15 @@ DEVICE bool non_finite(u32 pair) {
 }
 DEVICE bool non_finite(U32x4 chunk) { return non_finite(chunk.x) || non_finite(chunk.y) || non_finite(chunk.z) || non_finite(chunk.w); }
 
-DEVICE bool non_finite(float x) { return !(x - x == 0.f); }
 template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][4]) {
-  bool found = false;
+  float sum[4] = {};  // 0 while nothing but finite numbers is multiplied by 0
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) found |= non_finite(acc[m][n][e]);
-  return found;
+      for (int e = 0; e < 4; ++e) sum[e] += acc[m][n][e] * 0.f;
+  return !(sum[0] + sum[1] + sum[2] + sum[3] == 0.f);
 }
 
 // The same where keys are down: bit 2 m + half.

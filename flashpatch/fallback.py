@@ -25,8 +25,10 @@ TILE_MINIMUM = 64
 _LOW_32 = 0xFFFFFFFF
 # Of dropout, as cuda_src/dropout.cuh has them.
 MULTIPLIERS = (
-    *(0x243F6A88, 0x85A308D1, 0x13198A2A, 0x03707343),
-    *(0xA4093824, 0x299F31D5, 0x082EFA9E, 0xEC4E6C8F),
+    *(0x243F6A80, 0x85A308D1, 0x13198A22, 0x03707343),
+    *(0xA4093824, 0x299F31D5, 0x082EFA96, 0xEC4E6C87),
+    *(0x452821E8, 0x38D01379, 0xBE5466CA, 0x34E90C6B),
+    *(0xC0AC29BC, 0xC97C50DD, 0x3F84D5BE, 0xB547091F),
 )
 
 
@@ -494,7 +496,7 @@ class _Work:
         """Which probabilities dropout keeps: bool [batch * num_heads_kv, group * rows, keys], equal to the kernels' choice.
 
         `reference.dropout_keep` defines the bits that decide an element: a Philox call draws two pairs (a, x) for a block
-        of 32 by 32, a * m + x is the word of two neighbouring keys, m one of eight MULTIPLIERS.
+        of 32 by 64, a * m + x is the word of two neighbouring keys, m one of the MULTIPLIERS.
         """
         seed, offset = self.call.rng_state[0], self.call.rng_state[1] & _LOW_32
         key = (seed & _LOW_32, (seed >> 32) & _LOW_32)
@@ -504,26 +506,26 @@ class _Work:
             sequence, i, j = self.in_sequence(m0, m1, n0, n1)
             j = j & _LOW_32  # keys before the sequence: hidden, but a counter must fit its word
             words = philox(
-                ((j >> 5 << 2) | (j >> 1 & 3), (i >> 5 << 3) | (i & 7), sequence * self.heads_q + heads, offset), key
+                ((j >> 6 << 2) | (j >> 1 & 3), (i >> 5 << 3) | (i & 7), sequence * self.heads_q + heads, offset), key
             )
-            upper = (j & 16) != 0
+            upper = (j & 32) != 0
             a, x = torch.where(upper, words[2], words[0]), torch.where(upper, words[3], words[1])
-            word = a * multipliers[(i >> 3 & 3) * 2 + (j >> 3 & 1)] + x
+            word = a * multipliers[(i >> 3 & 3) * 4 + (j >> 3 & 3)] + x
             bits = torch.where((j & 1) == 0, word, word >> 16) & 0x7FFF
         else:
-            # Blocks of 32 rows and 32 columns that cover the tile: each block's bits land in it by a transposition.
-            blocks_m, blocks_n = range(m0 >> 5, (m1 + 31) >> 5), range(n0 >> 5, (n1 + 31) >> 5)
+            # Blocks of 32 rows and 64 columns that cover the tile: each block's bits land in it by a transposition.
+            blocks_m, blocks_n = range(m0 >> 5, (m1 + 31) >> 5), range(n0 >> 6, (n1 + 63) >> 6)
             rows = torch.arange(blocks_m.start * 8, blocks_m.stop * 8, device=self.device)[:, None]
             columns = torch.arange(blocks_n.start * 4, blocks_n.stop * 4, device=self.device)
             words = torch.stack(philox((columns, rows, heads, offset), key), -1).unflatten(-1, (2, 1, 1, 2))
-            word = words[..., 0] * multipliers.view(4, 2) + words[..., 1]
+            word = words[..., 0] * multipliers.view(4, 4) + words[..., 1]
             bits = torch.stack((word & 0x7FFF, word >> 16 & 0x7FFF), -1)
-            # heads, blocks of rows, row in 8, blocks of columns, pair of columns, 16 columns, 8 rows, 8 columns, column in a pair
-            bits = bits.view(heads.shape[0], len(blocks_m), 8, len(blocks_n), 4, 2, 4, 2, 2).permute(
+            # heads, blocks of rows, row in 8, blocks of columns, pair of columns, 32 columns, 8 rows, 8 columns, column in a pair
+            bits = bits.view(heads.shape[0], len(blocks_m), 8, len(blocks_n), 4, 2, 4, 4, 2).permute(
                 0, 1, 6, 2, 3, 5, 7, 4, 8
             )
-            bits = bits.reshape(heads.shape[0], len(blocks_m) * 32, len(blocks_n) * 32)
-            m, n = m0 - blocks_m.start * 32, n0 - blocks_n.start * 32
+            bits = bits.reshape(heads.shape[0], len(blocks_m) * 32, len(blocks_n) * 64)
+            m, n = m0 - blocks_m.start * 32, n0 - blocks_n.start * 64
             bits = bits[:, m : m + m1 - m0, n : n + n1 - n0]
         keep = kept_by(bits, self.call.dropout_p)
         return keep.reshape(self.batch * self.heads_kv, self.group * (m1 - m0), n1 - n0)
