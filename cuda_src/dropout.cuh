@@ -62,6 +62,7 @@ DEVICE Dropout dropout_of(const Params& p, int batch, int head) {
 // step.
 template <int kM> DEVICE void drop(u32 (&p_frag)[kM][4], U32x4 (&words)[(kM + 1) / 2], const Dropout& dropout, int i, int j, int k) {
   constexpr bool kWhole = kBlockN % 64 == 0;  // a call's keys lie in one tile
+  static_assert(kIsFp32 || kWhole || kBlockN == 32, "the second of a call's pairs begins with a tile");
   const u32 share = dropout.share << 16 | dropout.share;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -73,6 +74,26 @@ template <int kM> DEVICE void drop(u32 (&p_frag)[kM][4], U32x4 (&words)[(kM + 1)
       // Bits below 2^14, the share among them, are finite fp16 numbers in the same order; NaN is below nothing.
       p_frag[m][e] &= set_lt_f16x2(abs_f16x2(a * multiplier(lower, e & 1, k & 1, e >> 1) + b), share) ^ dropout.dropped;
   }
+}
+
+// The same for P as C fragments [16 kM queries x 8 kN keys] of floats; tiles begin at a multiple of 8 kN keys.
+template <int kM, int kN> DEVICE void drop_scores(float (&p_frag)[kM][kN][4], const Dropout& dropout, int i, int j) {
+  U32x4 words;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      if (n % 8 == 0) words = dropout.words(i + m * 16, j + n * 8);
+      const int keys = j + n * 8;
+      const bool second = keys >> 5 & 1;
+      const u32 a = second ? words.z : words.x, b = second ? words.w : words.y;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 word = a * multiplier((i + m * 16) >> 4 & 1, half, keys >> 4 & 1, n & 1) + b;
+        if ((word << 17 < dropout.share << 17) == (dropout.dropped != 0)) p_frag[m][n][half * 2] = 0.f;
+        if ((word << 1 < dropout.share << 17) == (dropout.dropped != 0)) p_frag[m][n][half * 2 + 1] = 0.f;
+      }
+    }
 }
 
 // ---- keys down, queries across ----

@@ -8,6 +8,7 @@
 #include "dropout.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
+#include "product.cuh"
 
 using QTile = Tile<kBlockM, kHeadDim>;
 using KTile = Tile<kBlockN, kHeadDim>;
@@ -17,7 +18,6 @@ using OutTile = Tile<kBlockM, kPartV>;
 
 constexpr int kRowsPerWarp = kBlockM / kNumWarps;
 constexpr int kMFrags = QueriesDown::kM, kNFrags = QueriesDown::kN, kOutFrags = kPartV / 8;
-static_assert(!kHasDropout || kBlockN == 32 || kBlockN % 64 == 0, "keys of dropout's calls");
 static_assert(kRowsPerWarp % 16 == 0 && kBlockN % 16 == 0 && (kNumStages == 1 || kNumStages == 2), "tile shape");
 
 // Shared memory: Q | K stages | V stages | bias, later out over all of it | scratch of mask.cuh
@@ -28,8 +28,8 @@ constexpr int kSharedMemory = kScratchOffset + kBlockKeysBytes;
 
 // Q stays in registers where S, O and Q leave room beside the addresses; else it is read from shared memory every time.
 constexpr int kAccumulators = kMFrags * (kBlockN + kPartV) / 2;
-constexpr bool kQInRegisters = kAccumulators + kMFrags * kHeadDim / 4 <= 168;
-constexpr int kQSteps = kQInRegisters ? kHeadDim / 16 : 1;
+constexpr bool kQInRegisters = !kIsFp32 && kAccumulators + kMFrags * kHeadDim / 4 <= 168;
+constexpr int kQSteps = kQInRegisters ? kHeadDim / kMmaDepth : 1;
 
 KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
@@ -48,7 +48,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const auto keys_of_tile = [&](int n) { return Span{n * kBlockN, (n + 1) * kBlockN}; };
 
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
-  const Rows<const u16> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head).columns_from(first_v);
+  const Rows<const Element> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head).columns_from(first_v);
   const int q_rows = sequence.q_length - m_block * kBlockM;
 
   const auto k_smem = [&](int stage) { return KTile{smem + kKOffset + stage * KTile::kBytes}; };
@@ -122,7 +122,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   };
   begin();
 
-  const Window16<QTile> q_window = down_first(q_smem, warp_row, 0);
+  const Window16<QTile> q_window = left_rows(q_smem, warp_row);
   u32 q_frag[kQSteps][kMFrags][4];
   const auto load_q = [&](u32 (&a_frag)[kMFrags][4], int k) {
 #pragma unroll
@@ -143,9 +143,9 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
       if constexpr (kQInRegisters) {
         if (first) {
-  #pragma unroll
+#pragma unroll
           for (int k = 0; k < kQSteps; ++k)
-  #pragma unroll
+#pragma unroll
             for (int m = 0; m < kMFrags; ++m) ldmatrix_x4(q_frag[k][m], q_window.at(m * 16, k * 2));
         }
       }
@@ -172,7 +172,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       // S = Q K^T
       float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
       clear(s_frag);
-      multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+      multiply_transposed<kHeadDim / kMmaDepth>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
 
       if constexpr (kNumStages == 1) {
         cp_async_wait<0>();
@@ -203,19 +203,20 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       else softmax.update(s_frag, out_frag, scale_log2);
 
       // O += P V
+      if constexpr (kHasDropout && kIsFp32) drop_scores(s_frag, dropout, i_first, n * kBlockN + j_lane);
       U32x4 words[(kMFrags + 1) / 2];
-      multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {
+      multiply<kBlockN / kMmaDepth>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {
         load_packed(p_frag, s_frag, k);
-        if constexpr (kHasDropout) drop(p_frag, words, dropout, i_first, n * kBlockN + j_lane, k);
-      }, down_first(v_smem(stage), 0, 0));
+        if constexpr (kHasDropout && !kIsFp32) drop(p_frag, words, dropout, i_first, n * kBlockN + j_lane, k);
+      }, right_rows(v_smem(stage), 0));
       if constexpr (kNumStages == 2) stage ^= 1;
       n = n_next;
     }
   };
-  attend(Switch<false>{});
   // NaN and Inf in V behind a mask are taken out only when they have shown in out: then the block is computed once more, with care,
-  // by code of its own, for what it adds to the loop costs a tenth where nothing is to be taken out.
-  if constexpr (kHasBounds || kHasMask) {
+  // by code of its own, for what it adds to the loop costs a tenth where nothing is to be taken out. In fp32 products outweigh it.
+  attend(Switch<kIsFp32 && (kHasBounds || kHasMask)>{});
+  if constexpr (!kIsFp32 && (kHasBounds || kHasMask)) {
     if (sync_block_or(any_non_finite(out_frag))) begin(), attend(Switch<true>{});
   }
 

@@ -100,6 +100,10 @@ template <bool kIsBf16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
 }
 #endif
 
+DEVICE void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, SITE) {
+  emulation::mma_m16n8k8_tf32(d, a, b0, b1, site);
+}
+
 // ---- threads with each other ----
 DEVICE void sync_block(SITE) { emulation::sync_block(site); }
 DEVICE void sync_warp(SITE) { emulation::sync_warp(site); }
@@ -132,6 +136,7 @@ DEVICE u32 set_lt_f16x2(u32 a, u32 b) {
   const bool high = emulation::widen<false>(a >> 16) < emulation::widen<false>(b >> 16);
   return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
 }
+DEVICE u32 round_tf32(float x) { return emulation::float_to_tf32(x); }
 #ifndef WORDS_OF_SM75
 template <bool kIsBf16> DEVICE u32 pack(float low, float high) {
   return emulation::narrow<kIsBf16>(low) | emulation::narrow<kIsBf16>(high) << 16;
