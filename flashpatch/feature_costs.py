@@ -212,8 +212,10 @@ def measure(
 
 def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds, device) -> list[Cost]:
     costs, runs = [], {}
+    heads = width // head_dim
+    tensors = [torch.randn(batch, seqlen, heads, head_dim, device=device, dtype=dtype) for _ in range(3)]
     for feature in dict.fromkeys(("plain", *features)):
-        setting = _setting(feature, head_dim, batch, seqlen, width, dtype, device)
+        setting = _setting(feature, *tensors)
         for direction in DIRECTIONS:
             for kernel, make in _makers(setting, direction, peers).items():
                 cost = Cost(feature, direction, kernel, head_dim)
@@ -247,10 +249,9 @@ def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds,
     return costs
 
 
-def _setting(feature: str, head_dim: int, batch: int, seqlen: int, width: int, dtype, device) -> _Setting:
-    heads = width // head_dim
-    q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device=device, dtype=dtype) for _ in range(3))
-    setting = _Setting(q, k, v, Call(head_dim**-0.5, seqlen, seqlen), 1.0)
+def _setting(feature: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setting:
+    """All features have the same tensors: where those lie in memory changes times too."""
+    setting = _Setting(q, k, v, Call(q.shape[-1] ** -0.5, q.shape[1], k.shape[1]), 1.0)
     FEATURES[feature](setting)
     return setting
 

@@ -16,7 +16,7 @@ def test_peer_computes_the_same(feature, peer, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     torch.manual_seed(0)
-    s = feature_costs._setting(feature, 16, 2, 96, 128, torch.float32, "cpu")
+    s = feature_costs._setting(feature, *(torch.randn(2, 96, 8, 16) for _ in range(3)))
     call = s.call
     run = feature_peers.PEERS[peer](s.q, s.k, s.v, call, "forward")
     if run is None:
