@@ -74,7 +74,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
 
   setmaxnreg_inc<kConsumerRegisters>();
   const int warp = warp_index() & 3, lane = lane_index();
-  const int warp_row = uniform(warpgroup * 64 + warp * 16);
+  const int warp_row = warpgroup * 64 + warp * 16;
   const Operand k_keys = smem.k().operand(warpgroup * 64), v_keys = smem.v().operand(warpgroup * 64), k_all = smem.k().operand();
   const Operand q = smem.q(0).operand(), dout = smem.dout(0).operand(), ds = ScoreTile{smem.base + kDsOffset}.operand();
   const auto at_stage = [](Operand first, int stage, int bytes) { return Operand{first.low + stage * (bytes / 16)}; };
@@ -84,6 +84,8 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const u32 dq_smem = uniform(smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes);
 
   int step = 0;                                                     // of all tiles; stage step % 2, phase step / 2 % 2
+  // The same operand, not known to be: else the compiler computes its descriptors once and, short of uniform registers, spills them
+  // (where there is a mask those of V too).
   const auto fresh = [&](Operand same) { return Operand{same.low + (u32)(step >> 30)}; };
   for (u32 parity = 0;; parity ^= 1) {
     mbarrier_wait(smem.barrier(kKFull), parity);                      // read after write: the tile and its K are there
@@ -158,7 +160,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
       const int stage = step & 1;
       if (!dout_is_there) mbarrier_wait(smem.barrier(kDoutFull, stage), step >> 1 & 1);  // read after write: dO and delta are there
       wgmma_fence();
-      issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, v_keys, dout_at(stage));
+      issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, kHasWindow ? fresh(v_keys) : v_keys, dout_at(stage));
       wgmma_wait<1>();
       pin(s_frag);
       mask.apply(s_frag, walk.m_block * kBlockM);

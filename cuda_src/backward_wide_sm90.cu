@@ -51,7 +51,6 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   const auto wait = [&](int barrier, int step) { mbarrier_wait(smem.barrier(barrier, step & 1), step >> 1 & 1); };  // of the step's stage
 
   int step = 0;                                                       // of all tiles; stage step % 2, phase step / 2 % 2
-  const auto fresh = [&](Operand same) { return Operand{same.low + (u32)(step >> 30)}; };
   for (u32 parity = 0;; parity ^= 1) {
     mbarrier_wait(smem.barrier(kKFull), parity);                        // read after write: the tile is there, and K, for S and dQ
     if (uniform(smem.tile()) == kNoTile) break;
@@ -71,7 +70,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
     const auto issue_dq = [&](float (&dq_frag)[kDqColumns / 2]) {
       wait(kDsFull, step - 1);                                          // read after write: dS^T is there, from all its warps
       wgmma_fence();
-      issue_transposed_multiply<kDqColumns, ScoreTile, KeyTile>(dq_frag, ds_smem(step - 1 & 1).operand(), fresh(k_columns));
+      issue_transposed_multiply<kDqColumns, ScoreTile, KeyTile>(dq_frag, ds_smem(step - 1 & 1).operand(), k_columns);
     };
     const auto add_dq = [&](const float (&dq_frag)[kDqColumns / 2]) {
       arrive(smem.barrier(kDsEmpty, step - 1 & 1));
@@ -126,7 +125,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
         wait(kQFull, step);                                             // read after write: Q and logsumexp are there
         load_statistics(logsumexp, smem.logsumexp(stage));
         wgmma_fence();
-        issue_multiply_transposed<KeyTile, QueryTile>(s_frag, fresh(k), smem.q(stage).operand());
+        issue_multiply_transposed<KeyTile, QueryTile>(s_frag, k, smem.q(stage).operand());
         wgmma_wait<0>();
         pin(s_frag);
         arrive(smem.barrier(kQEmpty, stage));
@@ -157,7 +156,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
         wait(kDoutFull, step);                                          // read after write: dO and delta are there
         load_statistics(negative_delta, smem.negative_delta(stage));
         wgmma_fence();
-        issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, fresh(v), smem.dout(stage).operand());
+        issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, v, smem.dout(stage).operand());
         wgmma_wait<0>();
         pin(dp_frag);
         arrive(smem.barrier(kDoutEmpty, stage));
