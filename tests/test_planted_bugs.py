@@ -49,6 +49,7 @@ class Case:
     growing: bool = False  # each key block the kernel comes to scores far higher than the one before
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
     multiprocessors: int = 2
+    one_tile: bool = False  # every CTA ends after one: in the emulator, which runs them in turn, the first would take all
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
@@ -144,17 +145,18 @@ TURING_BACKWARD = turing("backward_sm75")
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
-HOPPER_ORDERED = hopper("backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True)
+HOPPER_ORDERED = hopper("backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True)
 HOPPER_VARLEN = hopper("backward_sm90", head_dim=40, head_dim_v=40, features=frozenset(("varlen",)))
 # four query heads to a key head, in two tiles
 HOPPER_SHARED = hopper("backward_sm90", head_dim=64, head_dim_v=64, heads=8, heads_kv=2, multiprocessors=8)
+HOPPER_SHARED_ORDERED = replace(HOPPER_SHARED, heads=4, heads_kv=1, deterministic=True, one_tile=True)
 WIDE = hopper("backward_wide_sm90", head_dim=248, head_dim_v=248)
 WIDE_CAUSAL = hopper("backward_wide_sm90", head_dim=184, head_dim_v=184, window=(-1, 0))
 WIDE_HEADS = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, heads=4, heads_kv=2)
 WIDE_LOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, low=True)
 WIDE_EMPTY = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, seqlen_k=100, window=(-1, 0))
 WIDE_WINDOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, window=(120, 12))
-WIDE_ORDERED = hopper("backward_wide_sm90", head_dim=256, head_dim_v=256, window=(-1, 0), deterministic=True)
+WIDE_ORDERED = hopper("backward_wide_sm90", head_dim=256, head_dim_v=256, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True)
 CASES = {name: value for name, value in list(globals().items()) if isinstance(value, Case)}
 
 
@@ -291,8 +293,11 @@ def run(case: Case, patch, monkeypatch):
     kernels = []
 
     def load(config):
-        kernels.append(real_load(config, patch=patch))
+        kernels.append(real_load(config, patch=one_tile_each if case.one_tile else patch))
         return kernels[-1]
+
+    def one_tile_each(name, text):
+        return (patch(name, text) if patch else text).replace("    index = take(); ", "    index = tiles; ")
 
     real_load = emulator.load
     monkeypatch.setenv("FLASHPATCH_EMULATION_SECONDS", "60")  # a bug may loop for ever
@@ -550,14 +555,16 @@ BUGS = [
     Bug("backward_sm90.cu", "wrong warpgroup", "const int warpgroup = (step & 1) ^ 1;", "const int warpgroup = step & 1;", "HOPPER_ORDERED"),
     Bug("backward_sm90.cuh", "lost tile", "u32 index = kDeterministic ? take() : block_index();", "u32 index = take();", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cuh", "dropped wait", "mbarrier_wait(smem.barrier(kKeysEmpty), parity);", "", "HOPPER_BACKWARD"),
-    Bug("backward_sm90.cuh", "wrong head", "at.head / p.splits, at.head % p.splits", "at.head % p.num_heads_kv, at.head / p.num_heads_kv", "HOPPER_SHARED"),
+    Bug("backward_sm90.cuh", "wrong head", "at.head / p.splits, at.head % p.splits", "at.head % p.splits, at.head % p.splits", "HOPPER_SHARED"),
     Bug("backward_sm90.cuh", "wrong share", "task.kv_head * p.splits + task.split)", "task.kv_head + task.split)", "HOPPER_SHARED"),
     Bug("backward_sm90.cuh", "tile too many", "p.num_heads_kv * p.splits; }", "p.num_heads_q; }", "HOPPER_SHARED"),
     Bug("backward_sm90.cuh", "overwritten sum", "red_add_global(sums + i * 128,", "st_global((F32x4*)(sums + i * 128),", "HOPPER_SHARED"),
     Bug("backward_sm90.cu", "early release", "const KeyTask here = task_of(p, uniform(smem.tile()));\n    arrive(smem.barrier(kKeysEmpty));", "arrive(smem.barrier(kKeysEmpty));\n    const KeyTask here = task_of(p, uniform(smem.tile()));", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cuh", "dropped turn", "while (uniform(ld_acquire_global(adders_of(p, record)))", "while (false && uniform(ld_acquire_global(adders_of(p, record)))", "HOPPER_SHARED_ORDERED"),
+    Bug("backward_sm90.cuh", "turn passed before its sums", "sync_warp();     // the warp's", "// the warp's", "HOPPER_SHARED_ORDERED"),
     Bug("workspace_sm90.cuh", "wrong record", "(first + n_block) * p.num_heads_kv + kv_head", "(first + n_block) + kv_head", "HOPPER_SHARED"),
     Bug("backward_prepare_sm90.cu", "not zeroed", "i < 2 * kKeyFloats / 4", "i < kKeyFloats / 4", "HOPPER_SHARED"),
-    Bug("backward_finish_sm90.cu", "dk for dv", "of_v = index / kTiles % 2", "of_v = index / kTiles % 2 == 0", "HOPPER_SHARED"),
+    Bug("backward_finish_sm90.cu", "dk for dv", "of_v ? dv_sums(p, record) : dk_sums(p, record)", "of_v ? dk_sums(p, record) : dv_sums(p, record)", "HOPPER_SHARED"),
     Bug("backward_finish_sm90.cu", "wrong rows", "tile = index % kTiles", "tile = 0", "HOPPER_SHARED"),
     Bug("backward_sm90.cu", "added too late", "bulk_wait<0>();", "bulk_wait<1>();", "HOPPER_ORDERED"),
     # Hopper, head dims 192 and 256
