@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashpatch import costing
+from flashpatch import auditing, costing
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -258,7 +258,7 @@ def test_a_gpu_nobody_measured():
     given = cost(llama(), gpu="rtx 4090", tflops=100.0, bandwidth=1.0, memory=24.0)
     kernel = given.contexts[0].with_kernel
     assert kernel.forward_milliseconds == pytest.approx(kernel.forward_flops / 100e9) and not given.ceilings.measured
-    with pytest.raises(costing.UnknownGpu, match="known: "):
+    with pytest.raises(auditing.UnknownGpu, match="known: "):
         cost(llama(), gpu="abacus")
 
 
