@@ -475,7 +475,6 @@ class _Shapes:
             self.m_blocks = -(-call.max_seqlen_q // config.block_m)
             self.n_blocks = -(-call.max_seqlen_k // config.block_n)
 
-
     def share_heads(self, splits: int) -> None:
         """Deal the query heads of a key head out to `splits` tiles."""
         self.splits, self.split_heads = splits, self.group // splits

@@ -49,7 +49,7 @@ class Case:
     growing: bool = False  # each key block the kernel comes to scores far higher than the one before
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
     multiprocessors: int = 2
-    one_tile: bool = False  # every CTA ends after one: in the emulator, which runs them in turn, the first would take all
+    one_tile: bool = False  # a CTA ends after one: the emulator runs them in turn, so the first would take all
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
@@ -149,7 +149,9 @@ FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
-HOPPER_ORDERED = hopper("backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True)
+HOPPER_ORDERED = hopper(
+    "backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True
+)
 HOPPER_VARLEN = hopper("backward_sm90", head_dim=40, head_dim_v=40, features=frozenset(("varlen",)))
 # four query heads to a key head, in two tiles
 HOPPER_SHARED = hopper("backward_sm90", head_dim=64, head_dim_v=64, heads=8, heads_kv=2, multiprocessors=8)
@@ -160,7 +162,15 @@ WIDE_HEADS = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, heads=4,
 WIDE_LOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, low=True)
 WIDE_EMPTY = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, seqlen_k=100, window=(-1, 0))
 WIDE_WINDOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, window=(120, 12))
-WIDE_ORDERED = hopper("backward_wide_sm90", head_dim=256, head_dim_v=256, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True)
+WIDE_ORDERED = hopper(
+    "backward_wide_sm90",
+    head_dim=256,
+    head_dim_v=256,
+    window=(-1, 0),
+    deterministic=True,
+    multiprocessors=8,
+    one_tile=True,
+)
 CASES = {name: value for name, value in list(globals().items()) if isinstance(value, Case)}
 
 
