@@ -58,8 +58,7 @@ def command(as_module, override, strict, report_file, script, arguments):
         _must_exist(script)
     elif not Path(script).is_file() and not Path(script, "__main__.py").is_file():
         raise Fault(f"there is no file {script}; for an installed module type: flashpatch run -m {script}", USAGE)
-    if report_file and not Path(report_file).resolve().parent.is_dir():
-        raise Fault(f"--report {report_file}: there is no folder {Path(report_file).resolve().parent}", USAGE)
+    rendering.must_have_folder("--report", report_file)
     from flashpatch import interface, patcher
 
     if reason := interface.unavailable():

@@ -156,7 +156,7 @@ def _slow(call: Call):
     if call.dtype in ("float32", "float64") and facts.weights in ("float16", "bfloat16") and family.kind != "unknown":
         text = (
             f"q, k and v are {call.dtype} although the module's weights are {facts.weights}: a norm or a rotary embedding "
-            "cast them up, and no flash kernel on a GPU takes that"
+            "cast them up, and FlashAttention takes 16 bits only"
         )
         yield "slow", "upcast", text
     if call.declines:
