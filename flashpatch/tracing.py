@@ -307,7 +307,7 @@ class Trace:
         )  # fmt: skip
         implementation = getattr(config, "_attn_implementation", None)
         weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-        softcap = module_reading.number(module, config, "attn_logit_softcapping", "softcap", "logits_soft_cap")
+        softcap = module_reading.number(module, config, "attn_logit_softcapping", "softcap")
         window = getattr(module, "sliding_window", None)
         return Facts(
             path or type(module).__name__, type(module).__name__, type(root).__name__, implementation,
