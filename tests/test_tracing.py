@@ -171,6 +171,16 @@ def test_torchs_encoder_fast_path_is_seen_inside_its_one_operator(padded):
     assert {row.family for row in report.rows} == {"sdpa_flash_cpu"}
 
 
+def test_a_window_given_as_numbers_is_shown():
+    model = BY_NAME["gemma2"].model("sdpa")
+    with flashpatch.apply(model):
+        report = traced(model, ids())
+    assert {row.mask for row in report.rows} == {"causal", "causal window of 4"} and codes(report, "wrong") == set()
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    options = {"window_size": (3, 2), "on_decline": "fallback"}
+    assert traced(flashpatch.attention, q, k, v, **options).rows[0].mask == "window of 3 before, 2 after"
+
+
 def test_what_is_no_attention_is_not_reported():
     """A router's softmax, a linear attention, a loss."""
     x, experts = noise(2, 8, 16), torch.nn.Linear(16, 4)
@@ -432,7 +442,7 @@ def test_healthy_models_raise_no_alarm(tiny):
 
 def test_a_cap_on_the_last_logits_is_none_on_the_scores():
     sizes = {
-        "vocab_size": 60,
+        "vocab_size": 100,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 3,
