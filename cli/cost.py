@@ -68,7 +68,7 @@ def command(
     \b
     flashpatch cost MODEL --gpu h200 --context 8k,128k,1M --price-per-gpu-hour 3.50
     """
-    from flashpatch import costing
+    from flashpatch import auditing, costing
 
     rendering.must_have_folder("--html", html)
     models.quiet()
@@ -78,7 +78,7 @@ def command(
                 model, gpu=gpu, contexts=contexts, batch=batch, dtype=dtype, price_per_gpu_hour=price_per_gpu_hour,
                 tflops=tflops, bandwidth=bandwidth, memory=memory, trust_remote_code=trust_remote_code,
             )  # fmt: skip
-    except costing.UnknownGpu as error:
+    except auditing.UnknownGpu as error:
         raise Fault(str(error), USAGE) from None
     code = DECLINED if report.undispatched or not report.layers else HOLDS
     if html:

@@ -31,7 +31,10 @@ class CompileError(RuntimeError):
 
     def __init__(self, reason: Reason, log: str = ""):
         super().__init__(f"{reason.text}\n{log}".strip())
-        self.reason = reason
+        self.reason, self.log = reason, log
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.log)
 
 
 # ---- what is compiled ----

@@ -25,10 +25,6 @@ from .problem import Decline
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-class UnknownGpu(ValueError):
-    """`gpu` names none that is known; the text lists those that are."""
-
-
 # ---- what is reported ----
 
 
@@ -130,7 +126,7 @@ def ceilings(gpu: str, *, tflops=None, bandwidth=None, memory=None) -> tuple[Cei
     try:
         device = planning.gpu(gpu)
     except ValueError as error:
-        raise UnknownGpu(str(error)) from None
+        raise auditing.UnknownGpu(str(error)) from None
     found = _measured().get(device.name, {})
     own = not (tflops or bandwidth)
     memory = memory or found.get("memory_gib")
@@ -346,7 +342,7 @@ def cost(
     """What attention of `model` (a module, a configuration, a hub id or a folder) costs at each context length.
 
     `tflops`, `bandwidth` (TB/s) and `memory` (GiB) stand for a GPU that nobody measured, or replace what was.
-    Raises UnknownGpu, models.ModelError.
+    Raises auditing.UnknownGpu, models.ModelError.
     """
     limits, speeds = ceilings(gpu, tflops=tflops, bandwidth=bandwidth, memory=memory)
     facts = auditing.facts(model, dtype=dtype, **load)

@@ -49,13 +49,19 @@ class EmulationError(RuntimeError):
         self.kernel, self.entry, self.block, self.thread = kernel, entry, block, thread
         self.site, self.what = site, what
 
+    def __reduce__(self):
+        return type(self), (self.kernel, self.entry, self.block, self.thread, self.site, self.what)
+
 
 class BuildError(RuntimeError):
     """The C++ compiler refused a kernel, or there is none. `reason` says what to type."""
 
     def __init__(self, reason: Reason, log: str = ""):
         super().__init__(f"{reason.text}\n{log}".strip())
-        self.reason = reason
+        self.reason, self.log = reason, log
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.log)
 
 
 @dataclasses.dataclass(frozen=True)

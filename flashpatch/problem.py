@@ -124,3 +124,6 @@ class DeclinedError(RuntimeError):
         what = "attention" if isinstance(decline.problem, Problem) else "call"
         super().__init__(f"no flashpatch kernel takes this {what}: {decline}")
         self.decline = decline
+
+    def __reduce__(self):  # errors cross processes: data loaders, launchers, futures
+        return type(self), (self.decline,)

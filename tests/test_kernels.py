@@ -544,7 +544,7 @@ def test_no_bank_conflicts_in_the_wide_backward():
 
 
 LOST_SWIZZLES = {
-    "Ampere": (AMPERE, "tile.cuh", "(chunk ^ ((row / kRowsPerStep) & kSwizzle))", "chunk", "forward_sm80"),
+    "Ampere": (AMPERE, "tile.cuh", "(chunk ^ fold(row))", "chunk", "forward_sm80"),
     "Hopper": (HOPPER, "backward_sm90.cuh", "lane_index() >> 4) ^ (lane_index() & 7)", "lane_index() >> 4)", "backward_sm90"),
 }  # fmt: skip
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import pickle
 
 import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashpatch import auditing, compiler, execution, launcher, planning
+from flashpatch import auditing, compiler, emulator, execution, launcher, planning
 from flashpatch.planning import MatrixError, load_matrix, resolve, shared_memory
-from flashpatch.problem import DIRECTIONS, DTYPES, Decline, Device, Plan, Problem
+from flashpatch.problem import DIRECTIONS, DTYPES, Decline, DeclinedError, Device, Plan, Problem, Reason
 
 MATRIX = planning.support()
 RAW = yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))
@@ -391,3 +392,19 @@ def test_a_plan_names_every_kernel_it_launches():
     plan = resolve(Problem("backward", "bfloat16", 64, 64), planning.gpu("h200"))
     kernels = [config.kernel for config in launcher.configs(plan.config)]
     assert kernels == list(launcher.launches(plan.config)) and len(kernels) == 3
+
+
+def test_errors_cross_processes():
+    """Data loaders and launchers pickle what a worker raised; the reasons must arrive with it."""
+    reason = Reason("no_nvrtc", "there is none")
+    decline = Decline(Problem("forward", "float16", 64, 64), (reason,))
+    place = ("forward_sm80", "attention_forward_sm80", 1, 2, "tile.cuh:3", "out of bounds")
+    for error, fields in (
+        (DeclinedError(decline), {"decline": decline}),
+        (compiler.CompileError(reason, "line 3"), {"reason": reason, "log": "line 3"}),
+        (emulator.BuildError(reason), {"reason": reason}),
+        (emulator.EmulationError(*place), {"block": 1, "what": "out of bounds"}),
+    ):
+        found = pickle.loads(pickle.dumps(error))
+        assert type(found) is type(error) and str(found) == str(error)
+        assert {name: getattr(found, name) for name in fields} == fields
