@@ -118,11 +118,14 @@ MASK = forward(features=("mask", "nan"))
 MASK_OF_HEADS = forward(features=("mask", "mask_of_heads"))
 MASK_LONG = forward(features=("mask", "mask_holes"), batch=1, heads=1, heads_kv=1, seqlen_k=1264)
 WIDE_BIAS = forward(features=("wide_bias",), seqlen_k=80)
-DROPOUT = forward(dropout_p=0.3)
+DROPOUT = forward(dropout_p=0.3, tile=(64, 32))
+DROPOUT_RARELY_KEPT = forward(dropout_p=0.9)
+FP32_DROPOUT = forward(dropout_p=0.3, dtype=torch.float32)
 VARLEN = forward(features=("varlen",), window=(-1, 0))
 BACKWARD = backward()
 BACKWARD_CAUSAL = backward(window=(-1, 0), num_stages=1)
 BACKWARD_WINDOW = backward(window=(9, 5), dtype=torch.float16)
+BACKWARD_PASSED_OVER = backward(window=(9, 5), tile=(32, 64))
 BACKWARD_SPLIT = backward(num_warps=4, head_dim=64, head_dim_v=64)
 BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
@@ -275,8 +278,16 @@ def inputs_of(case: Case) -> Inputs:
     return Inputs(q, k, v, dout, torch.randn(statistics, generator=generator), call, keywords)
 
 
+MULTIPLIERS = (
+    *(0x243F6A80, 0x85A308D1, 0x13198A22, 0x03707343),
+    *(0xA4093824, 0x299F31D5, 0x082EFA96, 0xEC4E6C87),
+    *(0x452821E8, 0x38D01379, 0xBE5466CA, 0x34E90C6B),
+    *(0xC0AC29BC, 0xC97C50DD, 0x3F84D5BE, 0xB547091F),
+)
+
+
 def kept(case: Case, rng_state) -> torch.Tensor:
-    """The dropout mask, by a Philox4x32-7 of our own: one call for keys j & ~9 | {0, 1, 8, 9} of rows i & ~8 | {0, 8}."""
+    """The dropout mask, by a Philox4x32-7 of our own: one call for keys j & ~57 | {0, 1, 8, 9, ...} of rows i & ~24 | {0, 8, ...}."""
     i = numpy.arange(case.seqlen_q, dtype=numpy.uint64)[:, None]
     j = numpy.arange(case.seqlen_k, dtype=numpy.uint64)[None, :]
     seed, offset = (int(x) for x in rng_state)
@@ -284,7 +295,7 @@ def kept(case: Case, rng_state) -> torch.Tensor:
     rows = []
     for row in range(case.batch * case.heads):
         shape = numpy.broadcast_shapes(i.shape, j.shape)
-        counter = [j // 16 * 4 + j // 2 % 4, i // 16 * 8 + i % 8, row, offset]
+        counter = [j // 64 * 4 + j // 2 % 4, i // 32 * 8 + i % 8, row, offset]
         counter = [numpy.broadcast_to(numpy.asarray(c, numpy.uint64), shape) for c in counter]
         keys = [seed & 0xFFFFFFFF, seed >> 32]
         for _ in range(7):
@@ -293,9 +304,13 @@ def kept(case: Case, rng_state) -> torch.Tensor:
             first, third = high_z ^ counter[1] ^ numpy.uint64(keys[0]), high_x ^ counter[3] ^ numpy.uint64(keys[1])
             counter = [first, z & low, third, x & low]
             keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
-        word = numpy.choose((i // 8 % 2 * 2 + j % 2).astype(int), counter)
-        bits = word // 2 ** (j // 8 % 2 * 16) % 2**16
-        rows.append(torch.from_numpy((bits >= round(case.dropout_p * 2**16)).copy()))
+        pair = [numpy.choose((j // 32 % 2).astype(int), [counter[c], counter[c + 2]]) for c in (0, 1)]
+        multiplier = numpy.array(MULTIPLIERS, numpy.uint64)[(i // 8 % 4 * 4 + j // 8 % 4).astype(int)]
+        word = pair[0] * multiplier + pair[1]
+        bits = word // 2 ** (j % 2 * 16) % 2**15
+        rare = case.dropout_p <= 0.5
+        drop = bits < round((case.dropout_p if rare else 1 - case.dropout_p) * 2**15)
+        rows.append(torch.from_numpy(~drop if rare else drop))
     return torch.stack(rows).view(case.batch, case.heads, case.seqlen_q, case.seqlen_k)
 
 
@@ -424,8 +439,8 @@ class Bug:
 
 BUGS = [
     # forward
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // K", "sync_block();  // K", "PLAIN"),
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // K", "sync_block();  // K", "PLAIN"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n        sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // K (", "// K (", "PLAIN"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has", "// V has", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // out overwrites", "// out overwrites", "WIDE_V"),
@@ -438,7 +453,7 @@ BUGS = [
     Bug("forward_sm80.cu", "stale block", "n_first = keys.any.begin / kBlockN", "n_first = keys.any.begin / kBlockN + 1", "WINDOW"),
     Bug("forward_sm80.cu", "wrong columns", "v_of(p, sequence, kv_head).columns_from(first_v)", "v_of(p, sequence, kv_head)", "LARGE"),
     Bug("forward_sm80.cu", "past the end", "keys.any.end - first, p.head_dim_v - first_v);", "keys.any.end - first, p.head_dim_v);", "LARGE"),
-    Bug("forward_sm80.cu", "dropped feature", "if constexpr (kHasDropout) drop(", "if constexpr (false) drop(", "DROPOUT"),
+    Bug("forward_sm80.cu", "dropped feature", "if constexpr (kHasDropout && !kIsFp32) drop(", "if constexpr (false) drop(", "DROPOUT"),
     # softmax
     Bug("softmax.cuh", "missing rescale", "row_sum[m][half] *= factor;", "", "GROWING"),
     Bug("softmax.cuh", "missing rescale", "out_frag[m][n][half * 2] *= factor,", "", "GROWING"),
@@ -452,7 +467,10 @@ BUGS = [
     Bug("mask.cuh", "off by one, left", "i + s.diagonal - s.window_left)", "i + s.diagonal - s.window_left + 1)", "WINDOW"),
     Bug("mask.cuh", "off by one, right", "i + s.diagonal + s.window_right + 1", "i + s.diagonal + s.window_right", "CAUSAL"),
     Bug("mask.cuh", "off by one, end", "Span keys = {0, s.k_length};", "Span keys = {0, s.k_length + 1};", "ALMOST_FULL"),
-    Bug("mask.cuh", "off by one, unmasked", "(n_block + 1) * kBlockN > all.end", "(n_block + 1) * kBlockN > all.end + 1", "ALMOST_FULL"),
+    Bug("mask.cuh", "off by one, unmasked", "keys.end > all.end;", "keys.end > all.end + 1;", "ALMOST_FULL"),
+    Bug("mask.cuh", "passed over", "keys.end > any.begin;", "keys.end > any.begin + 16;", "BACKWARD_PASSED_OVER"),
+    Bug("mask.cuh", "passed over", "keys.begin < any.end &&", "keys.begin + 16 < any.end &&", "BACKWARD_CAUSAL"),
+    Bug("mask.cuh", "wrong key", "keys >> (2 * m + (e >> 1)) & 1", "keys >> (2 * m + (e & 1)) & 1", "BACKWARD_MASK"),
     Bug("mask.cuh", "off by one, range", "ld_global(range + 1)", "ld_global(range + 1) - 1", "RANGES"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal + s.window_left + 1)", "j - s.diagonal + s.window_left)", "BACKWARD_WINDOW"),
@@ -466,7 +484,7 @@ BUGS = [
     Bug("mask_tiles.cuh", "swapped bits", "0x10204080u", "0x08040201u", "MASK_LONG"),
     Bug("mask_tiles.cuh", "wrong thread", "+ w) * kThreads + thread_index(), bits", "+ w) * kThreads + (thread_index() ^ 1), bits", "MASK"),
     Bug("forward_sm80.cu", "stale mask", "hidden = next_hidden, mask_bits = next_mask_bits;", "hidden = true, mask_bits = next_mask_bits;", "MASK_LONG"),
-    Bug("forward_sm80.cu", "no second look", "careful = true, begin();", "careful = true;", "MASK"),
+    Bug("forward_sm80.cu", "no second look", "begin(), attend(Switch<true>{});", "attend(Switch<true>{});", "MASK"),
     Bug("backward_sm80.cu", "bounds forgotten", "if (next_bounded) hide_unseen(mask_bits, block);", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "wrong head", "(mask_head = b.head)", "(mask_head = b.head) * 0", "BACKWARD_MASK_OF_HEADS"),
     Bug("backward_sm80.cu", "stale mask", "else next_mask_bits.fill(~0u);", "", "BACKWARD_MASK_LONG"),
@@ -492,9 +510,13 @@ BUGS = [
     Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "BACKWARD_SCORES"),
     Bug("scores.cuh", "missing magnitude", "fabsf(distance + ", "(distance + ", "SCORES"),
     Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
-    Bug("scores.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
-    Bug("scores.cuh", "wrong half", "(upper ? word : word << 16)", "(upper ? word << 16 : word)", "DROPOUT"),
-    Bug("scores.cuh", "wrong lanes", "odd ? even_key : odd_key, 4)", "odd ? even_key : odd_key, 8)", "BACKWARD_DROPOUT"),
+    Bug("dropout.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
+    Bug("dropout.cuh", "wrong half", "word << 17 < dropout.share << 17", "word << 1 < dropout.share << 17", "FP32_DROPOUT"),
+    Bug("dropout.cuh", "wrong pair", "second ? words[m / 2].z :", "second ? words[m / 2].x :", "DROPOUT"),
+    Bug("dropout.cuh", "swapped rows", "multiplier(lower, e & 1, k & 1, e >> 1)", "multiplier(lower, e >> 1, k & 1, e & 1)", "DROPOUT"),
+    Bug("dropout.cuh", "wrong half", "j & 1 ? 1 : 17", "j & 1 ? 17 : 1", "BACKWARD_DROPOUT"),
+    Bug("dropout.cuh", "wrong rows", "kM == 1 ? i >> 4 & 1 : m & 1", "m & 1", "DROPOUT_RARELY_KEPT"),
+    Bug("dropout.cuh", "wrong side", "rare ? ~0u : 0u", "~0u", "DROPOUT_RARELY_KEPT"),
     Bug("scores.cuh", "beyond its range", "kSmallTanh = 0.4f", "kSmallTanh = 400.f", "SCORES"),
     Bug("scores.cuh", "wrong polynomial", "first * square * kTanh3", "first * kTanh3", "SMALL_SCORES"),
     # sequences
@@ -519,6 +541,7 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // P^T and", "// P^T and", "BACKWARD_SPLIT"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
+    Bug("backward_sm80.cu", "no zeros", "store_packed(ds_smem, key_warp, query_warp / 16, none);", "", "BACKWARD_PASSED_OVER"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
     Bug("backward_sm80.cu", "wrong columns", "pair * kDqWarpsN + dq_n)", "dq_n)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
@@ -532,7 +555,7 @@ BUGS = [
     Bug("backward_sm80.cu", "logsumexp base", "row_logsumexp = logsumexp * kLog2e", "row_logsumexp = logsumexp", "BACKWARD"),
     Bug("backward_sm80.cu", "head mapping", "head = position.head * group + block.head", "head = position.head + block.head * p.num_heads_kv", "BACKWARD"),
     Bug("backward_sm80.cu", "missing derivative", "dp *= derivative;", "", "BACKWARD_SCORES"),
-    Bug("backward_sm80.cu", "dropout of dp", "dp = keep ? dp * dropout.keep : 0.f;", "", "BACKWARD_DROPOUT"),
+    Bug("backward_sm80.cu", "dropout of dp", "dp = kept * dp -", "dp = s * dp -", "BACKWARD_DROPOUT"),
     Bug("backward_sm80.cu", "masked NaN", "dp = visible ? dp : 0.f;", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "swapped stage", "load_queries(next, stage ^ 1)", "load_queries(next, stage)", "BACKWARD"),
     Bug("backward_delta.cu", "missing dlogsumexp", "if (p.dlogsumexp) sum -=", "if (false) sum -=", "BACKWARD"),
