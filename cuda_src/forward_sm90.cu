@@ -34,6 +34,18 @@ constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators 
 // the others are cover enough.
 constexpr int kUnderProduct = kConsumers == 2 && kHeadDimV <= 128 ? kScores / 2 : 0;
 
+// Experiments.
+constexpr int kTwoQ = 1;
+constexpr int kDefer = 1;       // copy out under the next tile's first scores
+constexpr int kOptimistic = 0;
+constexpr int kOneSided = 1;
+constexpr int kTurns = 1;
+constexpr int kEarlyLimit = 1;
+constexpr int kSmallCap = 1;
+constexpr int kPassEarly = 0;
+constexpr int kSplit = 1;
+constexpr int kTrace = 0;
+
 // A tile of work, decoded by the producer. m_block < 0: there is no more.
 struct alignas(64) Work {
   Sequence sequence;
@@ -41,9 +53,12 @@ struct alignas(64) Work {
   Span blocks;  // key blocks that some row sees
 };
 
-// Shared memory: Q | K stages | V stages | rings | Work of two tiles
-constexpr int kKOffset = QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
-constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<1>::kBytes;
+// Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
+constexpr int kBytesBesideQ = kNumStages * (KTile::kBytes + VTile::kBytes) + 512;
+constexpr int kQStages = kTwoQ && kHeadDimV <= kHeadDim && 2 * QTile::kBytes + kBytesBesideQ <= 227 * 1024 ? 2 : 1;
+using OutTile = SlabTile<kBlockM, kHeadDimV>;
+constexpr int kKOffset = kQStages * QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
+constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
 constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
 constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
 constexpr int kSharedMemory = kWorkOffset + 2 * sizeof(Work);
@@ -53,15 +68,16 @@ constexpr int kTurn = 1, kAllConsumers = kTurn + kConsumers;
 
 struct Shared {
   u32 base;
-  QTile q;
-  DEVICE explicit Shared(u32 base) : base(base), q{base} {}
+  DEVICE explicit Shared(u32 base) : base(base) {}
+  DEVICE QTile q(int stage) const { return {base + stage * QTile::kBytes}; }
+  DEVICE OutTile out(int stage) const { return {base + stage * QTile::kBytes}; }
   DEVICE KTile k(int stage) const { return {base + kKOffset + stage * KTile::kBytes}; }
   DEVICE VTile v(int stage) const { return {base + kVOffset + stage * VTile::kBytes}; }
   DEVICE u32 work(int stage) const { return base + kWorkOffset + stage * (u32)sizeof(Work); }
 };
 
 struct Rings {
-  Ring<1> q;
+  Ring<kQStages> q;
   Ring<kNumStages> k, v;
   Ring<2> work;
   DEVICE explicit Rings(u32 base) : q(base + kQRing), k(base + kKRing), v(base + kVRing), work(base + kWorkRing) {}
@@ -124,10 +140,11 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
       rings.v.advance();
     };
     int n = work.blocks.end - 1;
-    if (n >= work.blocks.begin) load_k(n);
+    if (kQStages == 1 && n >= work.blocks.begin) load_k(n);
     rings.q.wait_empty();  // the last scores of the tile before are done
-    smem.q.load(&params.q, rings.q.full(), (int)s.q_start + first_row, position.head, q_batch);
+    smem.q(rings.q.stage()).load(&params.q, rings.q.full(), (int)s.q_start + first_row, position.head, q_batch);
     rings.q.advance();
+    if (kQStages == 2 && n >= work.blocks.begin) load_k(n);
     for (; n >= work.blocks.begin; --n) {
       if (n > work.blocks.begin) load_k(n - 1);
       load_v(n);
@@ -163,48 +180,51 @@ DEVICE void clear_tail(VTile v_smem, int first_row) {
   barrier_sync(kAllConsumers, kConsumers * 128);  // cleared for the wgmma of all
 }
 
-// O and logsumexp of a warpgroup's rows to global memory.
-DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_frag)[kOutputs], LaggingSoftmax& softmax) {
-  const Sequence& s = work.sequence;
-  const int lane = lane_index(), i_first = work.m_block * kBlockM + row_of_thread(consumer);
-  float logsumexp[1][2];
-  float sink_log2 = negative_infinity();
-  if constexpr (kHasSinks) sink_log2 = ld_global(p.sinks + work.head) * kLog2e;
-  softmax.finalize(logsumexp, fragments(o_frag), sink_log2);
-  float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, work.head);
+// Scores of keys outside a row's span -> -inf. Spans count from this thread's first column.
+template <bool kHasBegin> DEVICE void hide(float (&s_frag)[kScores], const Span (&columns)[2]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = i_first + half * 8;
-    if (p.logsumexp && (lane & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[0][half]);
+  for (int i = 0; i < kScores; ++i) {
+    const int half = i >> 1 & 1, column = i / 4 * 8 + (i & 1);
+    const bool visible = column < columns[half].end && (!kHasBegin || column >= columns[half].begin);
+    s_frag[i] = visible ? s_frag[i] : negative_infinity();
   }
-  store_accumulators(out_of(p, s, work.head), i_first, s.q_length, p.head_dim_v, o_frag);
+}
 
-  // NaN or Inf may come from values of V that a row does not see.
-  bool finite[2] = {true, true};
-  if constexpr (kHasWindow) {
-    float zero[2] = {0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) zero[i >> 1 & 1] += o_frag[i] * 0.f;
-    finite[0] = zero[0] == 0.f, finite[1] = zero[1] == 0.f;
-  }
-  if (kHasWindow && vote_any(!finite[0] || !finite[1])) {
-    sync_warp();  // the rows stored above are overwritten
+DEVICE void recompute_rows(const Params& p, const Work& work, int i_first, const float (&logsumexp)[2], const bool (&finite)[2]) {
+  const int lane = lane_index();
 #pragma unroll 1
-    for (int row = 0; row < 16; ++row) {
-      const bool upper = row >= 8, mine = lane >> 2 == (row & 7);
-      const bool redo = vote_any(mine && !(upper ? finite[1] : finite[0]));
-      const int i = uniform(i_first - (lane >> 2) + row);
-      float row_logsumexp = mine && (lane & 3) == 0 ? (upper ? logsumexp[0][1] : logsumexp[0][0]) : 0.f;
+  for (int row = 0; row < 16; ++row) {
+    const bool upper = row >= 8, mine = lane >> 2 == (row & 7);
+    const bool redo = vote_any(mine && !(upper ? finite[1] : finite[0]));
+    const int i = uniform(i_first - (lane >> 2) + row);
+    float row_logsumexp = mine && (lane & 3) == 0 ? (upper ? logsumexp[1] : logsumexp[0]) : 0.f;
 #pragma unroll
-      for (int lanes = 16; lanes > 0; lanes >>= 1) row_logsumexp += shfl_xor(row_logsumexp, lanes);
-      if (redo && i < uniform(s.q_length)) recompute_row(p, s, work.head, i, row_logsumexp);
+    for (int lanes = 16; lanes > 0; lanes >>= 1) row_logsumexp += shfl_xor(row_logsumexp, lanes);
+    if (redo && i < uniform(work.sequence.q_length)) recompute_row(p, work.sequence, work.head, i, row_logsumexp);
+  }
+}
+
+// This warp's 16 rows from shared to global memory.
+DEVICE void copy_out(const Params& p, const Work& work, OutTile tile, int consumer) {
+  const int first = consumer * 64 + (warp_index() & 3) * 16 + (lane_index() >> 3), chunk = lane_index() & 7;
+  const int i = work.m_block * kBlockM + first;
+  const Rows<u16> rows = out_of(p, work.sequence, work.head);
+  u16* to = rows.from(i).first + chunk * 8;
+  const u32 address = tile.base + first * OutTile::kPitch;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+#pragma unroll
+    for (int slab = 0; slab < OutTile::kSlabs; ++slab) {
+      if (i + r * 4 < work.sequence.q_length && slab * 64 + chunk * 8 < p.head_dim_v)
+        st_global((U32x4*)(to + slab * 64), ld_shared<U32x4>(address + slab * OutTile::kSlabBytes + r * 4 * OutTile::kPitch + ((chunk ^ ((first + r * 4) & 7)) << 4)));
     }
+    to += 4 * rows.stride;
   }
 }
 
 DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int consumer) {
   const Params& p = params.common;
-  const Operand q_operand = smem.q.operand(consumer * 64);
+  const u32 q_operand = smem.q(0).operand(consumer * 64).low;
   const u32 k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
 
   // One arrival a warp, after all of its lanes.
@@ -213,10 +233,32 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     if (lane_index() == 0) mbarrier_arrive(ring.empty());
     ring.advance();
   };
-  const auto take_turn = [&] { barrier_sync(kTurn + consumer, 256); };
-  const auto pass_turn = [&] { barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256); };
+  const auto take_turn = [&] { if (kTurns) barrier_sync(kTurn + consumer, 256); };
+  const auto pass_turn = [&] { if (kTurns) barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256); };
   const float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
+
+  int traced = 0;
+  const auto mark = [&](int e) {
+    if (kTrace && (thread_index() & 127) == 0 && traced < 40) {
+      u32 now;
+      asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
+      *(volatile u32*)((u32*)p.delta + ((block_index() * kConsumers + consumer) * 40 + traced) * 8 + e) = now;
+    }
+  };
+  // The tile before, while its rows lie in shared memory.
+  Ring<2> unstored = rings.work;
+  bool pending = false;
+  const auto store_pending = [&] {
+    if (kQStages == 1 || !pending) return;
+    pending = false;
+    sync_warp();  // written by all lanes before any reads
+    copy_out(p, ld_shared<Work>(smem.work(unstored.stage())), smem.out(unstored.stage()), consumer);
+    fence_proxy_async();  // before Q is loaded there
+    release(unstored);
+    sync_warp();
+    if (lane_index() == 0) mbarrier_arrive(rings.q.base + (kQStages + ((unstored.position - 1) & (kQStages - 1))) * 8);
+  };
 
   for (;;) {
     rings.work.wait_full();
@@ -237,15 +279,28 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       const Work work = ld_shared<Work>(slot);
       const int i = work.m_block * kBlockM + row_of_thread(consumer), j = n * kBlockN + (lane_index() & 3) * 2;
       const Sequence& s = work.sequence;
-      if constexpr (kTransformsScores) transform(fragments(s_frag), p, s, scores_of(p, s, work.head), i, j);
-      if (masked) {
+      if constexpr (kTransformsScores) {
+        if (kSmallCap) transform(fragments(s_frag), s, scores_of(p, s, work.head), i, j, [](int, int, int) { return F32x2{0.f, 0.f}; });
+        else transform(fragments(s_frag), p, s, scores_of(p, s, work.head), i, j);
+      }
+      if (masked && kOneSided) {
+        Span columns[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Span keys = keys_of(p, s, smaller(i + half * 8, s.q_length - 1));
+          columns[half] = {keys.begin - j, keys.end - j};
+        }
+        if (kHasWindow && p.window_left >= 0) hide<true>(s_frag, columns);
+        else hide<false>(s_frag, columns);
+      } else if (masked) {
         const MaskBits<1> no_mask = {};
         apply_mask(fragments(s_frag), p, s, no_mask, 0, i, j);
       }
     };
     const auto issue_scores = [&](float (&s_frag)[kScores]) {
       const Operand k{k_operand + rings.k.stage() * (KTile::kBytes >> 4)};
-      issue_multiply_transposed<QTile, KTile>(s_frag, q_operand, k);
+      const Operand q{q_operand + rings.q.stage() * (QTile::kBytes >> 4)};
+      issue_multiply_transposed<QTile, KTile>(s_frag, q, k);
     };
     const auto issue_output = [&] {
       issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
@@ -263,6 +318,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       wgmma_fence();
       issue_scores(s_frag);
       pass_turn();
+      if (kDefer) store_pending();
       wgmma_wait<0>();
       pin(s_frag);
       release(rings.k);
@@ -274,29 +330,56 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
     const auto step = [&](int n, auto masked) {
       float s_frag[kScores], factor[2];
+      if (kEarlyLimit && !kOptimistic) softmax.set_limit();
       rings.k.wait_full();
       rings.v.wait_full();
+      mark(0);
       take_turn();
       wgmma_fence();
+      mark(1);
       issue_scores(s_frag);
+      mark(2);
+      if (kPassEarly) pass_turn();
       issue_output();
-      pass_turn();
-      softmax.set_limit();
+      mark(3);
+      if (!kPassEarly) pass_turn();
+      if (!kEarlyLimit && !kOptimistic) softmax.set_limit();
       wgmma_wait<1>();
       pin(s_frag);
+      mark(4);
       release(rings.k);
       score(s_frag, n, masked.kOn);
+      if constexpr (kOptimistic) {
+        wgmma_wait<0>();
+        pin(o_frag);
+        release(rings.v);
+        float sum[2];
+        if (!softmax.keep(p_frag, sum, s_frag, scale_log2)) {
+          softmax.set_limit();
+          if (softmax.grow(factor, s_frag, scale_log2)) {
+            scale_rows(o_frag, factor);
+            softmax.keep(p_frag, sum, s_frag, scale_log2);
+          }
+        }
+        softmax.row_sum[0] += sum[0], softmax.row_sum[1] += sum[1];
+        pin(p_frag);
+        return;
+      }
       const bool grew = softmax.grow(factor, s_frag, scale_log2);
       if constexpr (kUnderProduct > 0) {
         softmax.exponentiate<0, kUnderProduct>(s_frag, scale_log2);
         hold(softmax.row_sum[0] + softmax.row_sum[1], slot);
       }
+      mark(5);
       wgmma_wait<0>();
       pin(o_frag);
+      mark(6);
       release(rings.v);
       if (grew) scale_rows(o_frag, factor);
       softmax.exponentiate<kUnderProduct, kScores>(s_frag, scale_log2);
       set_operand(s_frag);
+      mark(7);
+      if (kTrace) ++traced;
     };
     // O += P V of the last block.
     const auto finish = [&] {
@@ -332,19 +415,67 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     if (own.begin < own.end) {
       const auto needs_mask = [&](int n) { return n * kBlockN < unmasked.begin || (n + 1) * kBlockN > unmasked.end; };
       begin(n, needs_mask(n));
-      for (--n; n >= own.begin; --n) {
-        if (kHasWindow && needs_mask(n)) step(n, Switch<true>{});
-        else step(n, Switch<false>{});
+      --n;
+      if constexpr (kSplit && kHasWindow) {
+        while (n >= own.begin) {
+          if (needs_mask(n)) {
+            step(n, Switch<true>{});
+            --n;
+          } else {
+            for (const int end = larger(own.begin, ceil_div(unmasked.begin, kBlockN)); n >= end; --n) step(n, Switch<false>{});
+          }
+        }
+      } else {
+        for (; n >= own.begin; --n) {
+          if (kHasWindow && needs_mask(n)) step(n, Switch<true>{});
+          else step(n, Switch<false>{});
+        }
       }
-      release(rings.q);  // the next tile's Q is loaded under the last product and the store
+      if (kQStages == 1) release(rings.q);  // the next tile's Q is loaded under the last product and the store
       finish();
     } else {
-      release(rings.q);
+      store_pending();
+      if (kQStages == 1) release(rings.q);
     }
     for (; n >= blocks.begin; --n) skip();
-    store(p, ld_shared<Work>(slot), consumer, o_frag, softmax);
-    release(rings.work);
+
+    const Work work = ld_shared<Work>(slot);
+    const int i_first = m_block * kBlockM + row_of_thread(consumer);
+    float scale[2], logsumexp[2];
+    float sink_log2 = negative_infinity();
+    if constexpr (kHasSinks) sink_log2 = ld_global(p.sinks + work.head) * kLog2e;
+    softmax.finalize(scale, logsumexp, sink_log2);
+    float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, work.head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = i_first + half * 8;
+      if (p.logsumexp && (lane_index() & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[half]);
+    }
+    scale_rows(o_frag, scale);
+    bool finite[2] = {true, true};
+    if constexpr (kHasWindow) {
+      float zero[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) zero[i & 3] += o_frag[i] * 0.f;
+      finite[0] = zero[0] + zero[1] == 0.f, finite[1] = zero[2] + zero[3] == 0.f;
+    }
+    if constexpr (kQStages == 2) {
+      stage_accumulators(smem.out(rings.q.stage()), consumer * 64 + (warp_index() & 3) * 16, o_frag);
+      unstored = rings.work;
+      pending = true;
+      if (!kDefer) store_pending();
+    } else {
+      store_accumulators(out_of(p, s, work.head), i_first, s.q_length, p.head_dim_v, o_frag);
+    }
+    if (kHasWindow && vote_any(!finite[0] || !finite[1])) {
+      store_pending();
+      sync_warp();  // the rows stored above are overwritten
+      recompute_rows(p, work, i_first, logsumexp, finite);
+    }
+    if (kQStages == 2) rings.work.advance();
+    else release(rings.work);
   }
+  store_pending();
 }
 
 KERNEL(kThreads, 1) attention_forward_sm90(GRID_CONSTANT ParamsSm90 params) {

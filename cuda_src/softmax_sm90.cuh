@@ -61,15 +61,44 @@ struct LaggingSoftmax {
     }
   }
 
-  // O / row_sum in place; logsumexp of both rows in natural log. sink_log2 as OnlineSoftmax has it.
-  template <int kNOut> DEVICE void finalize(float (&logsumexp)[1][2], float (&out_frag)[1][kNOut][4], float sink_log2) {
-    OnlineSoftmax<1> rows;
+  // P of S by the maximum as it is, and its sums. True for the whole warp: no key weighs more than is allowed.
+  template <int kCount>
+  DEVICE bool keep(u32 (&p_frag)[kCount / 2], float (&sum)[2], const float (&s_frag)[kCount], float scale_log2) const {
+    float part[4];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const int half = i & 1, chain = i & 3;
+      const float x = exp2_approx(s_frag[2 * i] * scale_log2 - row_max[half]);
+      const float y = exp2_approx(s_frag[2 * i + 1] * scale_log2 - row_max[half]);
+      part[chain] = i < 4 ? x + y : part[chain] + (x + y);
+      p_frag[i] = pack<kIsBf16>(x, y);
+    }
+    bool small = true;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rows.row_max[0][half] = row_max[half] == kLowest ? negative_infinity() : row_max[half];
-      rows.row_sum[0][half] = row_sum[half];
+      sum[half] = part[half] + part[half + 2];
+      const float bound = maximum(row_sum[half] * (1.f / (1 << kShareLog2)), 1.f);
+      small = small && sum[half] <= bound && sum[half] <= (float)(1 << kLagLog2);
     }
-    rows.finalize(logsumexp, out_frag, 1.f, sink_log2, 1.f);
+    return !vote_any(!small);
+  }
+
+  // What O is to be multiplied by, and logsumexp of both rows in natural log. sink_log2: -inf where there is none.
+  DEVICE void finalize(float (&factor)[2], float (&logsumexp)[2], float sink_log2) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = row_sum[half], top = row_max[half], share = 1.f;
+      total += shfl_xor(total, 1);
+      total += shfl_xor(total, 2);
+      const bool empty = top == kLowest && total == 0.f, has_sink = kHasSinks && sink_log2 != negative_infinity();
+      if (has_sink) {
+        top = maximum(top, sink_log2);
+        share = exp2_approx(row_max[half] - top);
+        total = total * share + exp2_approx(sink_log2 - top);
+      }
+      factor[half] = empty ? 0.f : share * rcp_approx(total);
+      logsumexp[half] = (empty && !has_sink ? negative_infinity() : top + log2_approx(total)) * kLn2;
+    }
   }
 };
 

@@ -101,6 +101,20 @@ template <int kCount> DEVICE void pack_operand(u32 (&a_frag)[kCount / 2], const 
   for (int i = 0; i < kCount / 2; ++i) a_frag[i] = pack<kIsBf16>(acc[2 * i], acc[2 * i + 1]);
 }
 
+// 16 rows of a warp, from `row` of the tile on, packed to 16 bits.
+template <class T, int kCount> DEVICE void stage_accumulators(T tile, int row, const float (&acc)[kCount]) {
+  static_assert(kCount == T::kColumns / 2 && kCount % 8 == 0, "whole rows, 16 columns a turn");
+  const int lane = lane_index(), mine = row + (lane & 15);
+  const u32 first = tile.base + mine * T::kPitch + (((lane >> 4) ^ (mine & 7)) << 4);
+#pragma unroll
+  for (int k = 0; k < kCount / 8; ++k) {
+    u32 chunk[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) chunk[j] = pack<kIsBf16>(acc[8 * k + 2 * j], acc[8 * k + 2 * j + 1]);
+    stmatrix_x4((first ^ k % 4 << 5) + k / 4 * T::kSlabBytes, chunk);
+  }
+}
+
 // Among the four lanes of a quad: lane t gets what lanes 0..3 have in r[t].
 DEVICE void transpose_quad(u32 (&r)[4]) {
   const bool odd = lane_index() & 1, upper = lane_index() & 2;
