@@ -1,11 +1,13 @@
 // Attention forward for Hopper: out = softmax(scores of q k^T) v and logsumexp, warp-specialised and persistent.
 //
 // Warpgroup 0 produces: one of its threads takes tiles (kBlockM query rows of a head) from a counter and loads Q, K and V
-// by TMA. Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first, it
-// issues
-//     S_n = Q K_n^T   and   O += P_{n+1} V_{n+1}
-// together, and does the softmax of S_n while the second product and those of the other warpgroups keep the tensor
-// cores busy. Warpgroups issue in turns.
+// by TMA. Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first,
+//     S = Q K_n^T        P = softmax of S, by the maximum so far        O = O rescaled + P V_n
+// What keeps the tensor cores busy meanwhile:
+// - wgmma is asynchronous in name: a warp's next instruction waits until the one before has nearly run (measured: four of
+//   64 clocks take 275 to issue). So P V_n is issued in pieces of kPieceKeys keys, each under the exponentials of the next.
+// - Warpgroups issue their scores in turns, so that one does its softmax under the products of the others.
+// - The next tile's Q is loaded while this one is worked on, and O goes out under the first scores of the next tile.
 //
 // Assumes what the tensor maps of params_sm90.cuh ask for, 16-byte aligned rows of out, softmax_scale > 0. Stores out
 // [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
@@ -26,25 +28,12 @@ static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDro
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
-using QTile = SlabTile<kBlockM, kHeadDim>;
+using QTile = SlabTile<64, kHeadDim>;  // of one consumer
 using KTile = SlabTile<kBlockN, kHeadDim>;
 using VTile = SlabTile<kBlockN, kHeadDimV>;
+using OutTile = SlabTile<64, kHeadDimV>;
 constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
-// Exponentials (of kScores a thread) taken while the warpgroup's own P V runs. With three or more consumers the products of
-// the others are cover enough.
-constexpr int kUnderProduct = kConsumers == 2 && kHeadDimV <= 128 ? kScores / 2 : 0;
-
-// Experiments.
-constexpr int kTwoQ = 1;
-constexpr int kDefer = 1;       // copy out under the next tile's first scores
-constexpr int kOptimistic = 0;
-constexpr int kOneSided = 1;
-constexpr int kTurns = 1;
-constexpr int kEarlyLimit = 1;
-constexpr int kSmallCap = 1;
-constexpr int kPassEarly = 0;
-constexpr int kSplit = 1;
-constexpr int kTrace = 0;
+constexpr int kPieceKeys = 32;
 
 // A tile of work, decoded by the producer. m_block < 0: there is no more.
 struct alignas(64) Work {
@@ -54,9 +43,13 @@ struct alignas(64) Work {
 };
 
 // Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
-constexpr int kBytesBesideQ = kNumStages * (KTile::kBytes + VTile::kBytes) + 512;
-constexpr int kQStages = kTwoQ && kHeadDimV <= kHeadDim && 2 * QTile::kBytes + kBytesBesideQ <= 227 * 1024 ? 2 : 1;
-using OutTile = SlabTile<kBlockM, kHeadDimV>;
+// A Q stage holds one consumer's rows; there are as many as fit, for two tiles at most.
+constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes);
+constexpr int kQFitting = (227 * 1024 - 512 - kKeyBytes) / QTile::kBytes;
+constexpr int kQStages = kQFitting < 2 * kConsumers ? kQFitting : 2 * kConsumers;
+static_assert(kQStages >= kConsumers, "Q of a whole tile");
+// With Q of two tiles, O takes the place of its tile's Q on its way out; else it is stored from registers.
+constexpr bool kStagesOut = kQStages == 2 * kConsumers && kHeadDimV <= kHeadDim;
 constexpr int kKOffset = kQStages * QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
 constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
 constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
@@ -70,19 +63,19 @@ struct Shared {
   u32 base;
   DEVICE explicit Shared(u32 base) : base(base) {}
   DEVICE QTile q(int stage) const { return {base + stage * QTile::kBytes}; }
-  DEVICE OutTile out(int stage) const { return {base + stage * QTile::kBytes}; }
+  DEVICE OutTile out(int q_stage) const { return {q(q_stage).base}; }
   DEVICE KTile k(int stage) const { return {base + kKOffset + stage * KTile::kBytes}; }
   DEVICE VTile v(int stage) const { return {base + kVOffset + stage * VTile::kBytes}; }
   DEVICE u32 work(int stage) const { return base + kWorkOffset + stage * (u32)sizeof(Work); }
 };
 
 struct Rings {
-  Ring<kQStages> q;
+  Ring<kQStages> q;  // a tile takes kConsumers stages, in the order of the consumers
   Ring<kNumStages> k, v;
   Ring<2> work;
   DEVICE explicit Rings(u32 base) : q(base + kQRing), k(base + kKRing), v(base + kVRing), work(base + kWorkRing) {}
   DEVICE void init() const {
-    q.init(1, kConsumers * 4);
+    q.init(1, 4);
     k.init(1, kConsumers * 4);
     v.init(1, kConsumers * 4);
     work.init(1, kConsumers * 4);
@@ -139,12 +132,18 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
       smem.v(rings.v.stage()).load(&params.v, rings.v.full(), (int)s.k_start + n * kBlockN, kv_head, k_batch);
       rings.v.advance();
     };
+    const auto load_q = [&](int consumer) {
+      rings.q.wait_empty();
+      smem.q(rings.q.stage()).load(&params.q, rings.q.full(), (int)s.q_start + first_row + consumer * 64, position.head, q_batch);
+      rings.q.advance();
+    };
+    // Stages of Q that the tile before does not hold first: the others wait for its end.
     int n = work.blocks.end - 1;
-    if (kQStages == 1 && n >= work.blocks.begin) load_k(n);
-    rings.q.wait_empty();  // the last scores of the tile before are done
-    smem.q(rings.q.stage()).load(&params.q, rings.q.full(), (int)s.q_start + first_row, position.head, q_batch);
-    rings.q.advance();
-    if (kQStages == 2 && n >= work.blocks.begin) load_k(n);
+#pragma unroll
+    for (int consumer = 0; consumer < kQStages - kConsumers; ++consumer) load_q(consumer);
+    if (n >= work.blocks.begin) load_k(n);
+#pragma unroll
+    for (int consumer = kQStages - kConsumers; consumer < kConsumers; ++consumer) load_q(consumer);
     for (; n >= work.blocks.begin; --n) {
       if (n > work.blocks.begin) load_k(n - 1);
       load_v(n);
@@ -165,8 +164,8 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
 
 // ---- consumers ----
 
-// This thread's first row of the accumulators, of kBlockM; the second is 8 below.
-DEVICE int row_of_thread(int consumer) { return consumer * 64 + (warp_index() & 3) * 16 + (lane_index() >> 2); }
+// This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
+DEVICE int row_of_thread() { return (warp_index() & 3) * 16 + (lane_index() >> 2); }
 
 // Rows of V behind the last key hold other keys (of the next sequence, or not in use): p = 0 there, but 0 * NaN is not 0.
 DEVICE void clear_tail(VTile v_smem, int first_row) {
@@ -180,7 +179,7 @@ DEVICE void clear_tail(VTile v_smem, int first_row) {
   barrier_sync(kAllConsumers, kConsumers * 128);  // cleared for the wgmma of all
 }
 
-// Scores of keys outside a row's span -> -inf. Spans count from this thread's first column.
+// Scores of keys outside a row's span -> -inf. Spans count from this thread's first column. Causal rows have no begin.
 template <bool kHasBegin> DEVICE void hide(float (&s_frag)[kScores], const Span (&columns)[2]) {
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
@@ -190,6 +189,7 @@ template <bool kHasBegin> DEVICE void hide(float (&s_frag)[kScores], const Span 
   }
 }
 
+// Rows of this warp whose O came out not finite: NaN or Inf may come from values of V that a row does not see.
 DEVICE void recompute_rows(const Params& p, const Work& work, int i_first, const float (&logsumexp)[2], const bool (&finite)[2]) {
   const int lane = lane_index();
 #pragma unroll 1
@@ -204,28 +204,21 @@ DEVICE void recompute_rows(const Params& p, const Work& work, int i_first, const
   }
 }
 
-// This warp's 16 rows from shared to global memory.
-DEVICE void copy_out(const Params& p, const Work& work, OutTile tile, int consumer) {
-  const int first = consumer * 64 + (warp_index() & 3) * 16 + (lane_index() >> 3), chunk = lane_index() & 7;
-  const int i = work.m_block * kBlockM + first;
-  const Rows<u16> rows = out_of(p, work.sequence, work.head);
-  u16* to = rows.from(i).first + chunk * 8;
-  const u32 address = tile.base + first * OutTile::kPitch;
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-#pragma unroll
-    for (int slab = 0; slab < OutTile::kSlabs; ++slab) {
-      if (i + r * 4 < work.sequence.q_length && slab * 64 + chunk * 8 < p.head_dim_v)
-        st_global((U32x4*)(to + slab * 64), ld_shared<U32x4>(address + slab * OutTile::kSlabBytes + r * 4 * OutTile::kPitch + ((chunk ^ ((first + r * 4) & 7)) << 4)));
-    }
-    to += 4 * rows.stride;
+// The pieces of a key block, one after the other: body(Piece<steps of 16 keys>).
+template <int kFrom, int kTo> struct Piece {
+  static constexpr int kBegin = kFrom, kEnd = kTo;
+};
+template <int kBegin = 0, class Body> DEVICE void for_pieces(const Body& body) {
+  if constexpr (kBegin < kBlockN / 16) {
+    constexpr int kNext = kBegin + kPieceKeys / 16, kEnd = kNext < kBlockN / 16 ? kNext : kBlockN / 16;
+    body(Piece<kBegin, kEnd>{});
+    for_pieces<kEnd>(body);
   }
 }
 
 DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int consumer) {
   const Params& p = params.common;
-  const u32 q_operand = smem.q(0).operand(consumer * 64).low;
-  const u32 k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
+  const u32 q_operand = smem.q(0).operand().low, k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
 
   // One arrival a warp, after all of its lanes.
   const auto release = [&](auto& ring) {
@@ -233,31 +226,25 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     if (lane_index() == 0) mbarrier_arrive(ring.empty());
     ring.advance();
   };
-  const auto take_turn = [&] { if (kTurns) barrier_sync(kTurn + consumer, 256); };
-  const auto pass_turn = [&] { if (kTurns) barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256); };
+  const auto take_turn = [&] { barrier_sync(kTurn + consumer, 256); };
+  const auto pass_turn = [&] { barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256); };
   const float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
-  int traced = 0;
-  const auto mark = [&](int e) {
-    if (kTrace && (thread_index() & 127) == 0 && traced < 40) {
-      u32 now;
-      asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
-      *(volatile u32*)((u32*)p.delta + ((block_index() * kConsumers + consumer) * 40 + traced) * 8 + e) = now;
-    }
-  };
-  // The tile before, while its rows lie in shared memory.
-  Ring<2> unstored = rings.work;
-  bool pending = false;
-  const auto store_pending = [&] {
-    if (kQStages == 1 || !pending) return;
-    pending = false;
-    sync_warp();  // written by all lanes before any reads
-    copy_out(p, ld_shared<Work>(smem.work(unstored.stage())), smem.out(unstored.stage()), consumer);
-    fence_proxy_async();  // before Q is loaded there
-    release(unstored);
-    sync_warp();
-    if (lane_index() == 0) mbarrier_arrive(rings.q.base + (kQStages + ((unstored.position - 1) & (kQStages - 1))) * 8);
+  // The tile before, while its O lies in shared memory.
+  bool staged = false;
+  Rings unstored = rings;
+  const auto store_staged = [&] {
+    if (!kStagesOut || !staged) return;
+    staged = false;
+    sync_warp();  // staged by all lanes
+    const Work work = ld_shared<Work>(smem.work(unstored.work.stage()));
+    const int row = (warp_index() & 3) * 16, first_row = work.m_block * kBlockM + consumer * 64;
+    store_warp_rows(out_of(p, work.sequence, work.head).from(first_row), row, work.sequence.q_length - first_row, p.head_dim_v,
+                    smem.out(unstored.q.stage()));
+    fence_proxy_async();  // O was written and read by ordinary instructions, Q comes by TMA
+    release(unstored.q);
+    release(unstored.work);
   };
 
   for (;;) {
@@ -265,130 +252,60 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const u32 slot = smem.work(rings.work.stage());
     const int m_block = uniform(ld_shared<Work>(slot).m_block);
     if (m_block < 0) break;
-    rings.q.position = rings.work.position;  // one Q a tile
+    rings.q.position = rings.work.position * kConsumers + consumer;
+    const Operand q{q_operand + rings.q.stage() * (QTile::kBytes >> 4)};
 
     float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
-    u32 p_frag[kScores / 2];  // P of the block before, the A operand of P V
+    u32 p_frag[kScores / 2];  // P, the A operand of P V
     LaggingSoftmax softmax;
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) o_frag[i] = 0.f;
 
     // What is rarely needed is read from `slot` when it is: the main loop has no registers to spare.
     const auto score = [&](float (&s_frag)[kScores], int n, bool masked) {
       if (!kTransformsScores && !masked) return;
       const Work work = ld_shared<Work>(slot);
-      const int i = work.m_block * kBlockM + row_of_thread(consumer), j = n * kBlockN + (lane_index() & 3) * 2;
+      const int i = work.m_block * kBlockM + consumer * 64 + row_of_thread(), j = n * kBlockN + (lane_index() & 3) * 2;
       const Sequence& s = work.sequence;
-      if constexpr (kTransformsScores) {
-        if (kSmallCap) transform(fragments(s_frag), s, scores_of(p, s, work.head), i, j, [](int, int, int) { return F32x2{0.f, 0.f}; });
-        else transform(fragments(s_frag), p, s, scores_of(p, s, work.head), i, j);
-      }
-      if (masked && kOneSided) {
-        Span columns[2];
+      if constexpr (kTransformsScores) transform(fragments(s_frag), s, scores_of(p, s, work.head), i, j);
+      if (!masked) return;
+      Span columns[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const Span keys = keys_of(p, s, smaller(i + half * 8, s.q_length - 1));
-          columns[half] = {keys.begin - j, keys.end - j};
-        }
-        if (kHasWindow && p.window_left >= 0) hide<true>(s_frag, columns);
-        else hide<false>(s_frag, columns);
-      } else if (masked) {
-        const MaskBits<1> no_mask = {};
-        apply_mask(fragments(s_frag), p, s, no_mask, 0, i, j);
+      for (int half = 0; half < 2; ++half) {
+        const Span keys = keys_of(p, s, smaller(i + half * 8, s.q_length - 1));
+        columns[half] = {keys.begin - j, keys.end - j};
       }
-    };
-    const auto issue_scores = [&](float (&s_frag)[kScores]) {
-      const Operand k{k_operand + rings.k.stage() * (KTile::kBytes >> 4)};
-      const Operand q{q_operand + rings.q.stage() * (QTile::kBytes >> 4)};
-      issue_multiply_transposed<QTile, KTile>(s_frag, q, k);
-    };
-    const auto issue_output = [&] {
-      issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
-    };
-    const auto set_operand = [&](const float (&s_frag)[kScores]) {
-      pack_operand(p_frag, s_frag);
-      pin(p_frag);  // written before the next product's fence
+      if (kHasWindow && p.window_left >= 0) hide<true>(s_frag, columns);
+      else hide<false>(s_frag, columns);
     };
 
-    // First block of this warpgroup: scores alone.
-    const auto begin = [&](int n, bool masked) {
+    // One key block; the last one of the ring's order comes first.
+    const auto attend = [&](int n, bool masked, auto first) {
+      constexpr bool kFirst = decltype(first)::kOn;
       float s_frag[kScores], factor[2];
+      if (!kFirst) softmax.set_limit();
       rings.k.wait_full();
       take_turn();
       wgmma_fence();
-      issue_scores(s_frag);
+      issue_multiply_transposed<QTile, KTile>(s_frag, q, {k_operand + rings.k.stage() * (KTile::kBytes >> 4)});
       pass_turn();
-      if (kDefer) store_pending();
-      wgmma_wait<0>();
+      if (kFirst) store_staged();
+      wgmma_wait<0>();  // S, and P V of the block before
       pin(s_frag);
       release(rings.k);
-      score(s_frag, n, masked);
-      softmax.grow(factor, s_frag, scale_log2);
-      softmax.exponentiate<0, kScores>(s_frag, scale_log2);
-      set_operand(s_frag);
-    };
-    // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
-    const auto step = [&](int n, auto masked) {
-      float s_frag[kScores], factor[2];
-      if (kEarlyLimit && !kOptimistic) softmax.set_limit();
-      rings.k.wait_full();
-      rings.v.wait_full();
-      mark(0);
-      take_turn();
-      wgmma_fence();
-      mark(1);
-      issue_scores(s_frag);
-      mark(2);
-      if (kPassEarly) pass_turn();
-      issue_output();
-      mark(3);
-      if (!kPassEarly) pass_turn();
-      if (!kEarlyLimit && !kOptimistic) softmax.set_limit();
-      wgmma_wait<1>();
-      pin(s_frag);
-      mark(4);
-      release(rings.k);
-      score(s_frag, n, masked.kOn);
-      if constexpr (kOptimistic) {
-        wgmma_wait<0>();
+      if (!kFirst) {
         pin(o_frag);
-        release(rings.v);
-        float sum[2];
-        if (!softmax.keep(p_frag, sum, s_frag, scale_log2)) {
-          softmax.set_limit();
-          if (softmax.grow(factor, s_frag, scale_log2)) {
-            scale_rows(o_frag, factor);
-            softmax.keep(p_frag, sum, s_frag, scale_log2);
-          }
-        }
-        softmax.row_sum[0] += sum[0], softmax.row_sum[1] += sum[1];
-        pin(p_frag);
-        return;
+        release(rings.v);  // of the block before
       }
-      const bool grew = softmax.grow(factor, s_frag, scale_log2);
-      if constexpr (kUnderProduct > 0) {
-        softmax.exponentiate<0, kUnderProduct>(s_frag, scale_log2);
-        hold(softmax.row_sum[0] + softmax.row_sum[1], slot);
-      }
-      mark(5);
-      wgmma_wait<0>();
-      pin(o_frag);
-      mark(6);
-      release(rings.v);
-      if (grew) scale_rows(o_frag, factor);
-      softmax.exponentiate<kUnderProduct, kScores>(s_frag, scale_log2);
-      set_operand(s_frag);
-      mark(7);
-      if (kTrace) ++traced;
-    };
-    // O += P V of the last block.
-    const auto finish = [&] {
+      score(s_frag, n, masked);
+      if (softmax.grow(factor, s_frag, scale_log2) && !kFirst) scale_rows(o_frag, factor);
       rings.v.wait_full();
-      wgmma_fence();
-      issue_output();
-      wgmma_wait<0>();
-      pin(o_frag);
-      release(rings.v);
+      const Operand v{v_operand + rings.v.stage() * (VTile::kBytes >> 4)};
+      for_pieces([&](auto piece) {
+        constexpr int kBegin = decltype(piece)::kBegin, kEnd = decltype(piece)::kEnd;
+        softmax.exponentiate<kBegin * 8, kEnd * 8>(s_frag, scale_log2);
+        pack_operand<kBegin * 4, kEnd * 4>(p_frag, s_frag);
+        wgmma_fence();
+        issue_multiply<VTile, kBegin, kEnd>(o_frag, p_frag, v, !kFirst);
+      });
     };
     // A block only other warpgroups see.
     const auto skip = [&] {
@@ -412,70 +329,63 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     }
     for (; n >= own.end && n >= blocks.begin; --n) skip();
     rings.q.wait_full();
+
+    const int i_first = first_row + row_of_thread();
+    float factor[2], logsumexp[2];
+    const auto finish_rows = [&] {
+      const int head = ld_shared<Work>(slot).head;
+      softmax.finalize(factor, logsumexp, kHasSinks ? ld_global(p.sinks + head) * kLog2e : negative_infinity());
+      if (!kStagesOut) release(rings.q);  // the next tile's Q is loaded under the last product and the store
+      float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, head);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = i_first + half * 8;
+        if (p.logsumexp && (lane_index() & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[half]);
+      }
+    };
     if (own.begin < own.end) {
       const auto needs_mask = [&](int n) { return n * kBlockN < unmasked.begin || (n + 1) * kBlockN > unmasked.end; };
-      begin(n, needs_mask(n));
-      --n;
-      if constexpr (kSplit && kHasWindow) {
-        while (n >= own.begin) {
-          if (needs_mask(n)) {
-            step(n, Switch<true>{});
-            --n;
-          } else {
-            for (const int end = larger(own.begin, ceil_div(unmasked.begin, kBlockN)); n >= end; --n) step(n, Switch<false>{});
-          }
-        }
-      } else {
-        for (; n >= own.begin; --n) {
-          if (kHasWindow && needs_mask(n)) step(n, Switch<true>{});
-          else step(n, Switch<false>{});
+      attend(n, needs_mask(n), Switch<true>{});
+      for (--n; n >= own.begin;) {
+        if (kHasWindow && needs_mask(n)) {
+          attend(n--, true, Switch<false>{});
+        } else {
+          const int end = kHasWindow ? larger(own.begin, ceil_div(unmasked.begin, kBlockN)) : own.begin;
+          for (; n >= end; --n) attend(n, false, Switch<false>{});
         }
       }
-      if (kQStages == 1) release(rings.q);  // the next tile's Q is loaded under the last product and the store
-      finish();
+      finish_rows();  // under the last product
+      wgmma_wait<0>();
+      pin(o_frag);
+      release(rings.v);
     } else {
-      store_pending();
-      if (kQStages == 1) release(rings.q);
+      store_staged();
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) o_frag[i] = 0.f;
+      finish_rows();
     }
     for (; n >= blocks.begin; --n) skip();
 
-    const Work work = ld_shared<Work>(slot);
-    const int i_first = m_block * kBlockM + row_of_thread(consumer);
-    float scale[2], logsumexp[2];
-    float sink_log2 = negative_infinity();
-    if constexpr (kHasSinks) sink_log2 = ld_global(p.sinks + work.head) * kLog2e;
-    softmax.finalize(scale, logsumexp, sink_log2);
-    float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, work.head);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = i_first + half * 8;
-      if (p.logsumexp && (lane_index() & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[half]);
-    }
-    scale_rows(o_frag, scale);
+    scale_rows(o_frag, factor);
     bool finite[2] = {true, true};
-    if constexpr (kHasWindow) {
-      float zero[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < kOutputs; ++i) zero[i & 3] += o_frag[i] * 0.f;
-      finite[0] = zero[0] + zero[1] == 0.f, finite[1] = zero[2] + zero[3] == 0.f;
-    }
-    if constexpr (kQStages == 2) {
-      stage_accumulators(smem.out(rings.q.stage()), consumer * 64 + (warp_index() & 3) * 16, o_frag);
-      unstored = rings.work;
-      pending = true;
-      if (!kDefer) store_pending();
+    if constexpr (kHasWindow) all_finite(finite, o_frag);
+    if constexpr (kStagesOut) {
+      stage_accumulators(smem.out(rings.q.stage()), (warp_index() & 3) * 16, o_frag);
+      staged = true;
+      unstored = rings;
     } else {
-      store_accumulators(out_of(p, s, work.head), i_first, s.q_length, p.head_dim_v, o_frag);
+      store_accumulators(out_of(p, s, ld_shared<Work>(slot).head), i_first, s.q_length, p.head_dim_v, o_frag);
     }
     if (kHasWindow && vote_any(!finite[0] || !finite[1])) {
-      store_pending();
+      const Work work = ld_shared<Work>(slot);
+      store_staged();
       sync_warp();  // the rows stored above are overwritten
       recompute_rows(p, work, i_first, logsumexp, finite);
     }
-    if (kQStages == 2) rings.work.advance();
+    if (kStagesOut) rings.work.advance();
     else release(rings.work);
   }
-  store_pending();
+  store_staged();
 }
 
 KERNEL(kThreads, 1) attention_forward_sm90(GRID_CONSTANT ParamsSm90 params) {

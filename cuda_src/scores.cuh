@@ -105,19 +105,10 @@ DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Score
   else transform_fragments<false>(s_frag, s, scores, i, j, bias_of);
 }
 
-// The same without a bias, scores one by one.
+// The same without a bias.
 template <int kM, int kN>
-DEVICE void transform(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, const Scores& scores, int i, int j) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float derivative;
-        float& score = s_frag[m][n][e];
-        score = score_log2(s, scores, score, 0.f, i + m * 16 + (e >> 1) * 8, j + n * 8 + (e & 1), derivative);
-      }
+DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Scores& scores, int i, int j) {
+  transform(s_frag, s, scores, i, j, [](int, int, int) { return F32x2{0.f, 0.f}; });
 }
 
 // ---- dropout ----

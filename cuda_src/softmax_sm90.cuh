@@ -61,29 +61,7 @@ struct LaggingSoftmax {
     }
   }
 
-  // P of S by the maximum as it is, and its sums. True for the whole warp: no key weighs more than is allowed.
-  template <int kCount>
-  DEVICE bool keep(u32 (&p_frag)[kCount / 2], float (&sum)[2], const float (&s_frag)[kCount], float scale_log2) const {
-    float part[4];
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      const int half = i & 1, chain = i & 3;
-      const float x = exp2_approx(s_frag[2 * i] * scale_log2 - row_max[half]);
-      const float y = exp2_approx(s_frag[2 * i + 1] * scale_log2 - row_max[half]);
-      part[chain] = i < 4 ? x + y : part[chain] + (x + y);
-      p_frag[i] = pack<kIsBf16>(x, y);
-    }
-    bool small = true;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] = part[half] + part[half + 2];
-      const float bound = maximum(row_sum[half] * (1.f / (1 << kShareLog2)), 1.f);
-      small = small && sum[half] <= bound && sum[half] <= (float)(1 << kLagLog2);
-    }
-    return !vote_any(!small);
-  }
-
-  // What O is to be multiplied by, and logsumexp of both rows in natural log. sink_log2: -inf where there is none.
+  // What O is to be multiplied by, and logsumexp of both rows in natural log. sink_log2 joins the denominator (-inf: none).
   DEVICE void finalize(float (&factor)[2], float (&logsumexp)[2], float sink_log2) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -106,4 +84,12 @@ struct LaggingSoftmax {
 template <int kCount> DEVICE void scale_rows(float (&acc)[kCount], const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= factor[i >> 1 & 1];
+}
+
+// Of this thread's rows: whether all accumulators are finite. 0 * x is NaN where x is NaN or Inf.
+template <int kCount> DEVICE void all_finite(bool (&finite)[2], const float (&acc)[kCount]) {
+  float zero[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) zero[i & 3] += acc[i] * 0.f;
+  finite[0] = zero[0] + zero[1] == 0.f, finite[1] = zero[2] + zero[3] == 0.f;
 }

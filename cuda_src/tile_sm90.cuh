@@ -52,13 +52,13 @@ DEVICE void issue_multiply_transposed(float (&acc)[B::kRows / 2], Operand a, Ope
   wgmma_commit();
 }
 
-// acc [64, B columns] += A B, A in registers.
-template <class B>
-DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B::kRows / 4], Operand b) {
+// acc [64, B columns] += A B over steps [kBegin, kEnd) of 16 rows of B; A in registers. Without `accumulate` step 0 overwrites.
+template <class B, int kBegin = 0, int kEnd = B::kRows / 16>
+DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B::kRows / 4], Operand b, bool accumulate = true) {
 #pragma unroll
-  for (int k = 0; k < B::kRows / 16; ++k)
+  for (int k = kBegin; k < kEnd; ++k)
     wgmma_rs<B::kColumns, kIsBf16, true>(acc, a_frag[4 * k], a_frag[4 * k + 1], a_frag[4 * k + 2], a_frag[4 * k + 3],
-                                         b.at(B::across(k)), true);
+                                         b.at(B::across(k)), accumulate || k > 0);
   wgmma_commit();
 }
 
@@ -66,12 +66,11 @@ DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B:
 
 // Barriers full[kStages], empty[kStages] at `base`; every user walks the stages in the same order with a Ring of its own.
 template <int kStages> struct Ring {
-  static_assert((kStages & (kStages - 1)) == 0, "the position is one counter");
   static constexpr int kBytes = kStages * 16;
   u32 base, position;
 
   DEVICE explicit Ring(u32 base) : base(base), position(0) {}
-  DEVICE u32 stage() const { return position & (kStages - 1); }
+  DEVICE u32 stage() const { return position % kStages; }
   DEVICE u32 parity() const { return position / kStages & 1; }  // of this round through the stages
   DEVICE u32 full() const { return base + stage() * 8; }
   DEVICE u32 empty() const { return base + (kStages + stage()) * 8; }
@@ -100,18 +99,12 @@ template <int kCount> DEVICE void pack_operand(u32 (&a_frag)[kCount / 2], const 
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) a_frag[i] = pack<kIsBf16>(acc[2 * i], acc[2 * i + 1]);
 }
-
-// 16 rows of a warp, from `row` of the tile on, packed to 16 bits.
-template <class T, int kCount> DEVICE void stage_accumulators(T tile, int row, const float (&acc)[kCount]) {
-  static_assert(kCount == T::kColumns / 2 && kCount % 8 == 0, "whole rows, 16 columns a turn");
-  const int lane = lane_index(), mine = row + (lane & 15);
-  const u32 first = tile.base + mine * T::kPitch + (((lane >> 4) ^ (mine & 7)) << 4);
+// Registers [kBegin, kEnd) of it, written before the next product's fence.
+template <int kBegin, int kEnd, int kCount> DEVICE void pack_operand(u32 (&a_frag)[kCount / 2], const float (&acc)[kCount]) {
 #pragma unroll
-  for (int k = 0; k < kCount / 8; ++k) {
-    u32 chunk[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) chunk[j] = pack<kIsBf16>(acc[8 * k + 2 * j], acc[8 * k + 2 * j + 1]);
-    stmatrix_x4((first ^ k % 4 << 5) + k / 4 * T::kSlabBytes, chunk);
+  for (int i = kBegin; i < kEnd; ++i) {
+    a_frag[i] = pack<kIsBf16>(acc[2 * i], acc[2 * i + 1]);
+    pin(a_frag[i]);
   }
 }
 
@@ -148,5 +141,36 @@ DEVICE void store_accumulators(Rows<u16> rows, int row, int row_end, int head_di
       if (i < row_end && column < head_dim)
         st_global((U32x4*)(rows.from(i).first + column), U32x4{chunk[0], chunk[1], chunk[2], chunk[3]});
     }
+  }
+}
+
+// Accumulators -> 16-bit rows [row, row + 16) of a tile, by one warp.
+template <class T, int kCount> DEVICE void stage_accumulators(T tile, int row, const float (&acc)[kCount]) {
+  static_assert(kCount == T::kColumns / 2 && kCount % 8 == 0, "whole rows, 16 columns a turn");
+  const int lane = lane_index(), mine = row + (lane & 15);
+  const u32 first = tile.base + mine * T::kPitch + (((lane >> 4) ^ (mine & 7)) << 4);
+#pragma unroll
+  for (int k = 0; k < kCount / 8; ++k) {
+    u32 chunk[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) chunk[j] = pack<kIsBf16>(acc[8 * k + 2 * j], acc[8 * k + 2 * j + 1]);
+    stmatrix_x4((first ^ k % 4 << 5) + k / 4 * T::kSlabBytes, chunk);
+  }
+}
+
+// Rows [row, row + 16) of a tile -> global memory by one warp, 16 bytes a store; rows below `row_end`, columns below head_dim.
+template <class T> DEVICE void store_warp_rows(Rows<u16> rows, int row, int row_end, int head_dim, T tile) {
+  const int chunk = lane_index() & 7;
+  row += lane_index() >> 3;
+  u16* to = rows.from(row).first + chunk * 8;
+#pragma unroll
+  for (int round = 0; round < 4; ++round) {
+#pragma unroll
+    for (int slab = 0; slab < T::kSlabs; ++slab) {
+      const u32 from = tile.base + slab * T::kSlabBytes + row * T::kPitch + ((chunk ^ (row & 7)) << 4);
+      if (row < row_end && slab * 64 + chunk * 8 < head_dim) st_global((U32x4*)(to + slab * 64), ld_shared<U32x4>(from));
+    }
+    row += 4;
+    to += 4 * rows.stride;
   }
 }

@@ -453,8 +453,8 @@ def shared_memory(config: Config) -> int:
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
     if config.kernel == "forward_sm90":
-        q, keys = 128 * m * slabs, 128 * stages * n * (slabs + slabs_v)
-        q_stages = 2 if dv <= d and 2 * q + keys + 512 <= 227 * 1024 else 1
+        q, keys = 128 * 64 * slabs, 128 * stages * n * (slabs + slabs_v)
+        q_stages = min(2 * (m // 64), (227 * 1024 - 512 - keys) // q)
         rings = 16 * q_stages + 2 * 16 * stages + 32
         return q_stages * q + keys + -(-rings // 64) * 64 + 2 * 64
     if config.kernel in ("backward_sm90", "backward_wide_sm90"):
