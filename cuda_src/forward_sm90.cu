@@ -1,13 +1,16 @@
 // Attention forward for Hopper: out = softmax(scores of q k^T) v and logsumexp, warp-specialised and persistent.
 //
 // Warpgroup 0 produces: one of its threads takes tiles (kBlockM query rows of a head) from a counter and loads Q, K and V
-// by TMA. Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first,
-//     S = Q K_n^T        P = softmax of S, by the maximum so far        O = O rescaled + P V_n
-// What keeps the tensor cores busy meanwhile:
-// - wgmma is asynchronous in name: a warp's next instruction waits until the one before has nearly run (measured: four of
-//   64 clocks take 275 to issue). So P V_n is issued in pieces of kPieceKeys keys, each under the exponentials of the next.
-// - Warpgroups issue their scores in turns, so that one does its softmax under the products of the others.
-// - The next tile's Q is loaded while this one is worked on, and O goes out under the first scores of the next tile.
+// by TMA. Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first, it
+// issues
+//     S_n = Q K_n^T   and   O += P_{n+1} V_{n+1}
+// together, and does the softmax of S_n while the products of the other warpgroups keep the tensor cores busy. Warpgroups
+// issue in turns. A wgmma holds up its own warps until it has nearly run (measured: four of 64 clocks take 275 to issue), so
+// a warpgroup's own product hides little of its softmax: three of 64 rows beat two with longer blocks of keys. P V in pieces
+// under the exponentials of one warpgroup, tried instead: 5 to 10% slower.
+//
+// A tile's ends, where warpgroups work at the same things, are short: Q of the next tile is there before it begins, the
+// row sums are finished under the last product, and O is stored under the first scores of the next tile.
 //
 // Assumes what the tensor maps of params_sm90.cuh ask for, 16-byte aligned rows of out, softmax_scale > 0. Stores out
 // [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
@@ -33,12 +36,11 @@ using KTile = SlabTile<kBlockN, kHeadDim>;
 using VTile = SlabTile<kBlockN, kHeadDimV>;
 using OutTile = SlabTile<64, kHeadDimV>;
 constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
-constexpr int kPieceKeys = 32;
 
-// A tile of work, decoded by the producer. m_block < 0: there is no more.
+// A tile of work, decoded by the producer. head < 0: there is no more.
 struct alignas(64) Work {
   Sequence sequence;
-  int m_block, head;
+  int first_row, head;
   Span blocks;  // key blocks that some row sees
 };
 
@@ -89,6 +91,7 @@ DEVICE Span blocks_of(const BlockKeys& keys) {
   return {keys.any.begin / kBlockN, ceil_div(keys.any.end, kBlockN)};
 }
 DEVICE BlockKeys keys_of_rows(const Params& p, const Sequence& s, int first, int end) {
+  end = smaller(end, s.q_length);
   if (first >= end) return {{0, 0}, {0, 0}};
   const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
   return {{top.begin, bottom.end}, {bottom.begin, top.end}};
@@ -98,6 +101,16 @@ DEVICE Span uniform(Span span) { return {uniform(span.begin), uniform(span.end)}
 
 // ---- producer: one thread ----
 
+// Rows by which tiles begin early, in whole warpgroups. Where causal rows see the more keys the later they are, warpgroups
+// without rows belong into the first tile, which is the shortest, not into the last (head dim 128 at 2048: 6% less work).
+DEVICE int missing_rows(const Sequence& s) { return kHasWindow ? (ceil_div(s.q_length, kBlockM) * kBlockM - s.q_length) / 64 * 64 : 0; }
+
+// Heads that are worked on together: as many as keep K and V in kL2Bytes of the 50 MB of L2 (head dim 128 at 8192: 667
+// TFLOP/s, with 16 MB 644), and kL2Heads where those are few: their tiles walk over the same keys at the same time (16384:
+// head dim 128 669 instead of 643, head dim 256 703 instead of 662), while more would be read again from memory.
+constexpr i64 kL2Bytes = 32 << 20;
+constexpr u32 kL2Heads = 16;
+
 DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const Params& p = params.common;
   const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
@@ -105,15 +118,14 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   u32 index = block_index();
   while (index < tiles) {
     const u32 next = atomic_add_global(params.tile_counters, 1) + grid_size();  // arrives while this tile loads
-    constexpr i64 kL2Bytes = 32 << 20;  // of 50 MB: head dim 128 causal at 8192 reads 667 TFLOP/s, with 16 MB 644
-    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows) : position_of(index, p.m_blocks, p.num_heads_q);
+    Position position = kHasWindow ? longest_first<kL2Bytes, kL2Heads>(p, index, rows) : position_of(index, p.m_blocks, p.num_heads_q);
     if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
     const Sequence s = sequence_of(p, position.batch);
-    const int first_row = position.block * kBlockM;
+    const int first_row = position.block * kBlockM - missing_rows(s);
     index = next;
     if (first_row >= s.q_length) continue;
-    const BlockKeys keys = keys_of_rows(p, s, first_row, smaller(first_row + kBlockM, s.q_length));
-    const Work work = {s, position.block, position.head, blocks_of(keys)};
+    const BlockKeys keys = keys_of_rows(p, s, larger(first_row, 0), first_row + kBlockM);
+    const Work work = {s, first_row, position.head, blocks_of(keys)};
 
     rings.work.wait_empty();  // every consumer has read what was there
     st_shared(smem.work(rings.work.stage()), work);
@@ -151,7 +163,7 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   }
   rings.work.wait_empty();
   Work none = {};
-  none.m_block = -1;
+  none.head = -1;
   st_shared(smem.work(rings.work.stage()), none);
   mbarrier_arrive(rings.work.full());
 
@@ -204,18 +216,6 @@ DEVICE void recompute_rows(const Params& p, const Work& work, int i_first, const
   }
 }
 
-// The pieces of a key block, one after the other: body(Piece<steps of 16 keys>).
-template <int kFrom, int kTo> struct Piece {
-  static constexpr int kBegin = kFrom, kEnd = kTo;
-};
-template <int kBegin = 0, class Body> DEVICE void for_pieces(const Body& body) {
-  if constexpr (kBegin < kBlockN / 16) {
-    constexpr int kNext = kBegin + kPieceKeys / 16, kEnd = kNext < kBlockN / 16 ? kNext : kBlockN / 16;
-    body(Piece<kBegin, kEnd>{});
-    for_pieces<kEnd>(body);
-  }
-}
-
 DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int consumer) {
   const Params& p = params.common;
   const u32 q_operand = smem.q(0).operand().low, k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
@@ -239,8 +239,9 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     staged = false;
     sync_warp();  // staged by all lanes
     const Work work = ld_shared<Work>(smem.work(unstored.work.stage()));
-    const int row = (warp_index() & 3) * 16, first_row = work.m_block * kBlockM + consumer * 64;
-    store_warp_rows(out_of(p, work.sequence, work.head).from(first_row), row, work.sequence.q_length - first_row, p.head_dim_v,
+    const int row = (warp_index() & 3) * 16, first_row = work.first_row + consumer * 64;
+    if (first_row >= 0)
+      store_warp_rows(out_of(p, work.sequence, work.head).from(first_row), row, work.sequence.q_length - first_row, p.head_dim_v,
                     smem.out(unstored.q.stage()));
     fence_proxy_async();  // O was written and read by ordinary instructions, Q comes by TMA
     release(unstored.q);
@@ -250,20 +251,21 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   for (;;) {
     rings.work.wait_full();
     const u32 slot = smem.work(rings.work.stage());
-    const int m_block = uniform(ld_shared<Work>(slot).m_block);
-    if (m_block < 0) break;
+    if (uniform(ld_shared<Work>(slot).head) < 0) break;
     rings.q.position = rings.work.position * kConsumers + consumer;
     const Operand q{q_operand + rings.q.stage() * (QTile::kBytes >> 4)};
 
     float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
-    u32 p_frag[kScores / 2];  // P, the A operand of P V
+    u32 p_frag[kScores / 2];  // P of the block before, the A operand of P V
     LaggingSoftmax softmax;
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o_frag[i] = 0.f;
 
     // What is rarely needed is read from `slot` when it is: the main loop has no registers to spare.
     const auto score = [&](float (&s_frag)[kScores], int n, bool masked) {
       if (!kTransformsScores && !masked) return;
       const Work work = ld_shared<Work>(slot);
-      const int i = work.m_block * kBlockM + consumer * 64 + row_of_thread(), j = n * kBlockN + (lane_index() & 3) * 2;
+      const int i = work.first_row + consumer * 64 + row_of_thread(), j = n * kBlockN + (lane_index() & 3) * 2;
       const Sequence& s = work.sequence;
       if constexpr (kTransformsScores) transform(fragments(s_frag), s, scores_of(p, s, work.head), i, j);
       if (!masked) return;
@@ -277,35 +279,55 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       else hide<false>(s_frag, columns);
     };
 
-    // One key block; the last one of the ring's order comes first.
-    const auto attend = [&](int n, bool masked, auto first) {
-      constexpr bool kFirst = decltype(first)::kOn;
+    const auto issue_scores = [&](float (&s_frag)[kScores]) {
+      issue_multiply_transposed<QTile, KTile>(s_frag, q, Operand{k_operand + rings.k.stage() * (KTile::kBytes >> 4)});
+    };
+    const auto issue_output = [&] {
+      issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
+    };
+    const auto set_operand = [&](float (&s_frag)[kScores]) {
+      softmax.exponentiate(s_frag, scale_log2);
+      pack_operand(p_frag, s_frag);
+      pin(p_frag);  // written before the next product's fence
+    };
+
+    // First block of this warpgroup: scores alone.
+    const auto begin = [&](int n, bool masked) {
       float s_frag[kScores], factor[2];
-      if (!kFirst) softmax.set_limit();
       rings.k.wait_full();
       take_turn();
       wgmma_fence();
-      issue_multiply_transposed<QTile, KTile>(s_frag, q, {k_operand + rings.k.stage() * (KTile::kBytes >> 4)});
+      issue_scores(s_frag);
       pass_turn();
-      if (kFirst) store_staged();
-      wgmma_wait<0>();  // S, and P V of the block before
+      store_staged();
+      wgmma_wait<0>();
       pin(s_frag);
       release(rings.k);
-      if (!kFirst) {
-        pin(o_frag);
-        release(rings.v);  // of the block before
-      }
       score(s_frag, n, masked);
-      if (softmax.grow(factor, s_frag, scale_log2) && !kFirst) scale_rows(o_frag, factor);
+      softmax.grow(factor, s_frag, scale_log2);
+      set_operand(s_frag);
+    };
+    // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
+    const auto step = [&](int n, bool masked) {
+      float s_frag[kScores], factor[2];
+      softmax.set_limit();  // not between the turn and the products
+      rings.k.wait_full();
       rings.v.wait_full();
-      const Operand v{v_operand + rings.v.stage() * (VTile::kBytes >> 4)};
-      for_pieces([&](auto piece) {
-        constexpr int kBegin = decltype(piece)::kBegin, kEnd = decltype(piece)::kEnd;
-        softmax.exponentiate<kBegin * 8, kEnd * 8>(s_frag, scale_log2);
-        pack_operand<kBegin * 4, kEnd * 4>(p_frag, s_frag);
-        wgmma_fence();
-        issue_multiply<VTile, kBegin, kEnd>(o_frag, p_frag, v, !kFirst);
-      });
+      take_turn();
+      wgmma_fence();
+      issue_scores(s_frag);
+      issue_output();
+      pass_turn();
+      wgmma_wait<1>();
+      pin(s_frag);
+      release(rings.k);
+      score(s_frag, n, masked);
+      const bool grew = softmax.grow(factor, s_frag, scale_log2);
+      wgmma_wait<0>();
+      pin(o_frag);
+      release(rings.v);
+      if (grew) scale_rows(o_frag, factor);
+      set_operand(s_frag);
     };
     // A block only other warpgroups see.
     const auto skip = [&] {
@@ -319,8 +341,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
 
     const Sequence s = ld_shared<Work>(slot).sequence;
     const Span blocks = uniform(ld_shared<Work>(slot).blocks);
-    const int first_row = m_block * kBlockM + consumer * 64;
-    const BlockKeys keys = keys_of_rows(p, s, first_row, smaller(first_row + 64, s.q_length));
+    const int first_row = uniform(ld_shared<Work>(slot).first_row) + consumer * 64;
+    const BlockKeys keys = first_row < 0 ? BlockKeys{{0, 0}, {0, 0}} : keys_of_rows(p, s, first_row, first_row + 64);
     const Span own = uniform(blocks_of(keys)), unmasked = uniform(keys.all);
     int n = blocks.end - 1;
     if ((p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && s.k_length < blocks.end * kBlockN) {
@@ -340,28 +362,30 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = i_first + half * 8;
-        if (p.logsumexp && (lane_index() & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[half]);
+        if (p.logsumexp && (lane_index() & 3) == 0 && i >= 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[half]);
       }
     };
     if (own.begin < own.end) {
       const auto needs_mask = [&](int n) { return n * kBlockN < unmasked.begin || (n + 1) * kBlockN > unmasked.end; };
-      attend(n, needs_mask(n), Switch<true>{});
+      begin(n, needs_mask(n));
       for (--n; n >= own.begin;) {
         if (kHasWindow && needs_mask(n)) {
-          attend(n--, true, Switch<false>{});
-        } else {
+          step(n--, true);
+        } else {  // a loop of its own, without a test a block
           const int end = kHasWindow ? larger(own.begin, ceil_div(unmasked.begin, kBlockN)) : own.begin;
-          for (; n >= end; --n) attend(n, false, Switch<false>{});
+          for (; n >= end; --n) step(n, false);
         }
       }
-      finish_rows();  // under the last product
+      // O += P V of the last block; meanwhile what does not need O.
+      rings.v.wait_full();
+      wgmma_fence();
+      issue_output();
+      finish_rows();
       wgmma_wait<0>();
       pin(o_frag);
       release(rings.v);
     } else {
       store_staged();
-#pragma unroll
-      for (int i = 0; i < kOutputs; ++i) o_frag[i] = 0.f;
       finish_rows();
     }
     for (; n >= blocks.begin; --n) skip();
@@ -374,7 +398,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       staged = true;
       unstored = rings;
     } else {
-      store_accumulators(out_of(p, s, ld_shared<Work>(slot).head), i_first, s.q_length, p.head_dim_v, o_frag);
+      if (first_row >= 0) store_accumulators(out_of(p, s, ld_shared<Work>(slot).head), i_first, s.q_length, p.head_dim_v, o_frag);
     }
     if (kHasWindow && vote_any(!finite[0] || !finite[1])) {
       const Work work = ld_shared<Work>(slot);

@@ -121,10 +121,9 @@ template <int kCount> DEVICE void pin(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
-DEVICE void pin(u32& value) { asm volatile("" : "+r"(value)::"memory"); }
 template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) pin(registers[i]);
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
 // Keeps the arithmetic behind `value` (>= 0 or NaN) above the next wait: the compiler moves a wait up over arithmetic, where it

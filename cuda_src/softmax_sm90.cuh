@@ -43,10 +43,10 @@ struct LaggingSoftmax {
     return true;
   }
 
-  // S -> P in place for elements [kBegin, kEnd) of a thread.
-  template <int kBegin, int kEnd, int kCount> DEVICE void exponentiate(float (&s_frag)[kCount], float scale_log2) {
+  // S -> P in place.
+  template <int kCount> DEVICE void exponentiate(float (&s_frag)[kCount], float scale_log2) {
 #pragma unroll
-    for (int i = kBegin; i < kEnd; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int half = i >> 1 & 1;
       s_frag[i] = exp2_approx(s_frag[i] * scale_log2 - row_max[half]);
       row_sum[half] += s_frag[i];

@@ -52,13 +52,13 @@ DEVICE void issue_multiply_transposed(float (&acc)[B::kRows / 2], Operand a, Ope
   wgmma_commit();
 }
 
-// acc [64, B columns] += A B over steps [kBegin, kEnd) of 16 rows of B; A in registers. Without `accumulate` step 0 overwrites.
-template <class B, int kBegin = 0, int kEnd = B::kRows / 16>
-DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B::kRows / 4], Operand b, bool accumulate = true) {
+// acc [64, B columns] += A B, A in registers.
+template <class B>
+DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B::kRows / 4], Operand b) {
 #pragma unroll
-  for (int k = kBegin; k < kEnd; ++k)
+  for (int k = 0; k < B::kRows / 16; ++k)
     wgmma_rs<B::kColumns, kIsBf16, true>(acc, a_frag[4 * k], a_frag[4 * k + 1], a_frag[4 * k + 2], a_frag[4 * k + 3],
-                                         b.at(B::across(k)), accumulate || k > 0);
+                                         b.at(B::across(k)), true);
   wgmma_commit();
 }
 
@@ -98,14 +98,6 @@ template <int kCount> DEVICE Fragments<kCount>& fragments(float (&acc)[kCount]) 
 template <int kCount> DEVICE void pack_operand(u32 (&a_frag)[kCount / 2], const float (&acc)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) a_frag[i] = pack<kIsBf16>(acc[2 * i], acc[2 * i + 1]);
-}
-// Registers [kBegin, kEnd) of it, written before the next product's fence.
-template <int kBegin, int kEnd, int kCount> DEVICE void pack_operand(u32 (&a_frag)[kCount / 2], const float (&acc)[kCount]) {
-#pragma unroll
-  for (int i = kBegin; i < kEnd; ++i) {
-    a_frag[i] = pack<kIsBf16>(acc[2 * i], acc[2 * i + 1]);
-    pin(a_frag[i]);
-  }
 }
 
 // Among the four lanes of a quad: lane t gets what lanes 0..3 have in r[t].

@@ -77,7 +77,6 @@ DEVICE void wgmma_commit(SITE) { emulation::wgmma_commit(site); }
 template <int kPending> DEVICE void wgmma_wait(SITE) { emulation::wgmma_wait(kPending, site); }
 // Holds back an optimiser that does not know wgmma; here the wait is a call like any other.
 template <int kCount> DEVICE void pin(float (&)[kCount]) {}
-DEVICE void pin(u32&) {}
 template <int kCount> DEVICE void pin(u32 (&)[kCount]) {}
 DEVICE void hold(float, u32) {}
 
