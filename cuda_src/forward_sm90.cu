@@ -240,12 +240,13 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     sync_warp();  // staged by all lanes
     const Work work = ld_shared<Work>(smem.work(unstored.work.stage()));
     const int row = (warp_index() & 3) * 16, first_row = work.first_row + consumer * 64;
-    if (first_row >= 0)
-      store_warp_rows(out_of(p, work.sequence, work.head).from(first_row), row, work.sequence.q_length - first_row, p.head_dim_v,
-                    smem.out(unstored.q.stage()));
+    U32x4 chunks[4 * OutTile::kSlabs];
+    load_warp_rows(chunks, smem.out(unstored.q.stage()), row);
     fence_proxy_async();  // O was written and read by ordinary instructions, Q comes by TMA
     release(unstored.q);
     release(unstored.work);
+    if (first_row >= 0)
+      store_warp_rows(out_of(p, work.sequence, work.head).from(first_row), row, work.sequence.q_length - first_row, p.head_dim_v, chunks);
   };
 
   for (;;) {

@@ -22,6 +22,10 @@ template <int kRegisters> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// One store of 16 bytes, which the compiler does not always make of four words.
+template <> DEVICE void st_global(U32x4* pointer, U32x4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 DEVICE u32 atomic_add_global(u32* pointer, u32 value) { return atomicAdd(pointer, value); }
 
 // ---- named barriers of `threads` threads; 0 is sync_block's ----
