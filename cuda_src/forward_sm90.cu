@@ -268,7 +268,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       const Work work = ld_shared<Work>(slot);
       const int i = work.first_row + consumer * 64 + row_of_thread(), j = n * kBlockN + (lane_index() & 3) * 2;
       const Sequence& s = work.sequence;
-      if constexpr (kTransformsScores) transform(fragments(s_frag), s, scores_of(p, s, work.head), i, j);
+      if constexpr (kTransformsScores) transform<kHeadDim <= 128>(fragments(s_frag), s, scores_of(p, s, work.head), i, j);
       if (!masked) return;
       Span columns[2];
 #pragma unroll
@@ -319,7 +319,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       issue_scores(s_frag);
       issue_output();
       pass_turn();
-      wgmma_wait<1>();
+      wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P
       pin(s_frag);
       release(rings.k);
       score(s_frag, n, masked);

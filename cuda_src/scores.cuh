@@ -105,10 +105,12 @@ DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Score
   else transform_fragments<false>(s_frag, s, scores, i, j, bias_of);
 }
 
-// The same without a bias.
-template <int kM, int kN>
+// The same without a bias. kMayBeSmall: with a polynomial where it will do, whose code takes registers.
+template <bool kMayBeSmall, int kM, int kN>
 DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Scores& scores, int i, int j) {
-  transform(s_frag, s, scores, i, j, [](int, int, int) { return F32x2{0.f, 0.f}; });
+  const auto no_bias = [](int, int, int) { return F32x2{0.f, 0.f}; };
+  if constexpr (kMayBeSmall) transform(s_frag, s, scores, i, j, no_bias);
+  else transform_fragments<false>(s_frag, s, scores, i, j, no_bias);
 }
 
 // ---- dropout ----
