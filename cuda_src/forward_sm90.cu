@@ -149,7 +149,7 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
       smem.q(rings.q.stage()).load(&params.q, rings.q.full(), (int)s.q_start + first_row + consumer * 64, position.head, q_batch);
       rings.q.advance();
     };
-    // Stages of Q that the tile before does not hold first: the others wait for its end.
+    // First the stages of Q that the tile before does not hold; the others wait for its last scores, or for O to be stored.
     int n = work.blocks.end - 1;
 #pragma unroll
     for (int consumer = 0; consumer < kQStages - kConsumers; ++consumer) load_q(consumer);
@@ -189,31 +189,6 @@ DEVICE void clear_tail(VTile v_smem, int first_row) {
   }
   fence_proxy_async();
   barrier_sync(kAllConsumers, kConsumers * 128);  // cleared for the wgmma of all
-}
-
-// Scores of keys outside a row's span -> -inf. Spans count from this thread's first column. Causal rows have no begin.
-template <bool kHasBegin> DEVICE void hide(float (&s_frag)[kScores], const Span (&columns)[2]) {
-#pragma unroll
-  for (int i = 0; i < kScores; ++i) {
-    const int half = i >> 1 & 1, column = i / 4 * 8 + (i & 1);
-    const bool visible = column < columns[half].end && (!kHasBegin || column >= columns[half].begin);
-    s_frag[i] = visible ? s_frag[i] : negative_infinity();
-  }
-}
-
-// Rows of this warp whose O came out not finite: NaN or Inf may come from values of V that a row does not see.
-DEVICE void recompute_rows(const Params& p, const Work& work, int i_first, const float (&logsumexp)[2], const bool (&finite)[2]) {
-  const int lane = lane_index();
-#pragma unroll 1
-  for (int row = 0; row < 16; ++row) {
-    const bool upper = row >= 8, mine = lane >> 2 == (row & 7);
-    const bool redo = vote_any(mine && !(upper ? finite[1] : finite[0]));
-    const int i = uniform(i_first - (lane >> 2) + row);
-    float row_logsumexp = mine && (lane & 3) == 0 ? (upper ? logsumexp[1] : logsumexp[0]) : 0.f;
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes >>= 1) row_logsumexp += shfl_xor(row_logsumexp, lanes);
-    if (redo && i < uniform(work.sequence.q_length)) recompute_row(p, work.sequence, work.head, i, row_logsumexp);
-  }
 }
 
 DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int consumer) {
@@ -315,7 +290,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       rings.k.wait_full();
       rings.v.wait_full();
       take_turn();
-      wgmma_fence();
+      wgmma_fence();  // P, and O if it was rescaled, were written by ordinary instructions
       issue_scores(s_frag);
       issue_output();
       pass_turn();
@@ -395,6 +370,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     bool finite[2] = {true, true};
     if constexpr (kHasWindow) all_finite(finite, o_frag);
     if constexpr (kStagesOut) {
+      // All four warps have waited for the scores of Q before any could issue the last product, so nobody reads it any more.
       stage_accumulators(smem.out(rings.q.stage()), (warp_index() & 3) * 16, o_frag);
       staged = true;
       unstored = rings;
@@ -402,10 +378,10 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       if (first_row >= 0) store_accumulators(out_of(p, s, ld_shared<Work>(slot).head), i_first, s.q_length, p.head_dim_v, o_frag);
     }
     if (kHasWindow && vote_any(!finite[0] || !finite[1])) {
-      const Work work = ld_shared<Work>(slot);
+      const int head = ld_shared<Work>(slot).head;
       store_staged();
       sync_warp();  // the rows stored above are overwritten
-      recompute_rows(p, work, i_first, logsumexp, finite);
+      recompute_rows(p, s, head, i_first, logsumexp, finite);
     }
     if (kStagesOut) rings.work.advance();
     else release(rings.work);

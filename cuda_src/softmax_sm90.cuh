@@ -7,6 +7,7 @@
 // key above it weighs more than 2^-kShareLog2 of what its lane has summed up so far, and p stays below 2^kLagLog2. The
 // largest error is then that of the true maximum.
 #pragma once
+#include "mask.cuh"
 #include "ptx_sm90.cuh"
 #include "softmax.cuh"
 
@@ -92,4 +93,14 @@ template <int kCount> DEVICE void all_finite(bool (&finite)[2], const float (&ac
 #pragma unroll
   for (int i = 0; i < kCount; ++i) zero[i & 3] += acc[i] * 0.f;
   finite[0] = zero[0] + zero[1] == 0.f, finite[1] = zero[2] + zero[3] == 0.f;
+}
+
+// Scores of keys outside a row's span -> -inf. Spans count from this thread's first column. Causal rows have no begin.
+template <bool kHasBegin, int kCount> DEVICE void hide(float (&s_frag)[kCount], const Span (&columns)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int half = i >> 1 & 1, column = i / 4 * 8 + (i & 1);
+    const bool visible = column < columns[half].end && (!kHasBegin || column >= columns[half].begin);
+    s_frag[i] = visible ? s_frag[i] : negative_infinity();
+  }
 }

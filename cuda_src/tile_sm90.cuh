@@ -170,7 +170,7 @@ DEVICE void store_warp_rows(Rows<u16> rows, int row, int row_end, int head_dim, 
   for (int round = 0; round < 4; ++round) {
 #pragma unroll
     for (int slab = 0; slab < kCount / 4; ++slab)
-      if (row < row_end && slab * 64 + column < head_dim) st_global((U32x4*)(to + slab * 64), chunks[slab * 4 + round]);
+      if (row < row_end && slab * 64 + column < head_dim) st_global_16((U32x4*)(to + slab * 64), chunks[slab * 4 + round]);
     row += 4;
     to += 4 * rows.stride;
   }
