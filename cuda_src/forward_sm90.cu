@@ -103,7 +103,9 @@ DEVICE Span uniform(Span span) { return {uniform(span.begin), uniform(span.end)}
 
 // Rows by which tiles begin early, in whole warpgroups. Where causal rows see the more keys the later they are, warpgroups
 // without rows belong into the first tile, which is the shortest, not into the last (head dim 128 at 2048: 6% less work).
-DEVICE int missing_rows(const Sequence& s) { return kHasWindow ? (ceil_div(s.q_length, kBlockM) * kBlockM - s.q_length) / 64 * 64 : 0; }
+DEVICE int missing_rows(const Sequence& s) {
+  return kHasWindow ? (ceil_div(s.q_length, kBlockM) * kBlockM - s.q_length) / 64 * 64 : 0;
+}
 
 // Heads that are worked on together: as many as keep K and V in kL2Bytes of the 50 MB of L2 (head dim 128 at 8192: 667
 // TFLOP/s, with 16 MB 644), and kL2Heads where those are few: their tiles walk over the same keys at the same time (16384:
@@ -118,7 +120,8 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   u32 index = block_index();
   while (index < tiles) {
     const u32 next = atomic_add_global(params.tile_counters, 1) + grid_size();  // arrives while this tile loads
-    Position position = kHasWindow ? longest_first<kL2Bytes, kL2Heads>(p, index, rows) : position_of(index, p.m_blocks, p.num_heads_q);
+    Position position = kHasWindow ? longest_first<kL2Bytes, kL2Heads>(p, index, rows)
+                                   : position_of(index, p.m_blocks, p.num_heads_q);
     if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
     const Sequence s = sequence_of(p, position.batch);
     const int first_row = position.block * kBlockM - missing_rows(s);
@@ -220,8 +223,9 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     fence_proxy_async();  // O was written and read by ordinary instructions, Q comes by TMA
     release(unstored.q);
     release(unstored.work);
+    const Sequence& s = work.sequence;
     if (first_row >= 0)
-      store_warp_rows(out_of(p, work.sequence, work.head).from(first_row), row, work.sequence.q_length - first_row, p.head_dim_v, chunks);
+      store_warp_rows(out_of(p, s, work.head).from(first_row), row, s.q_length - first_row, p.head_dim_v, chunks);
   };
 
   for (;;) {

@@ -39,8 +39,9 @@ DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, f
   }
 }
 
-// Rows i_first and i_first + 8 of every lane's that came out not finite. `logsumexp` and `finite` of those rows, the same in a quad.
-DEVICE void recompute_rows(const Params& p, const Sequence& s, int head, int i_first, const float (&logsumexp)[2], const bool (&finite)[2]) {
+// Of the 16 rows of a warp those that are not `finite`. A lane has rows i_first and i_first + 8, the four of a quad the same.
+DEVICE void recompute_rows(const Params& p, const Sequence& s, int head, int i_first, const float (&logsumexp)[2],
+                           const bool (&finite)[2]) {
   const int lane = lane_index();
 #pragma unroll 1
   for (int row = 0; row < 16; ++row) {
