@@ -80,7 +80,7 @@ struct Rings {
     q.init(1, 4);
     k.init(1, kConsumers * 4);
     v.init(1, kConsumers * 4);
-    work.init(1, kConsumers * 4);
+    work.init(1, kConsumers * 128);
     fence_mbarrier_init();
   }
 };
@@ -222,7 +222,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     load_warp_rows(chunks, smem.out(unstored.q.stage()), row);
     fence_proxy_async();  // O was written and read by ordinary instructions, Q comes by TMA
     release(unstored.q);
-    release(unstored.work);
+    mbarrier_arrive(unstored.work.empty());  // every thread has read it itself
     const Sequence& s = work.sequence;
     if (first_row >= 0)
       store_warp_rows(out_of(p, s, work.head).from(first_row), row, s.q_length - first_row, p.head_dim_v, chunks);
@@ -387,8 +387,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       sync_warp();  // the rows stored above are overwritten
       recompute_rows(p, s, head, i_first, logsumexp, finite);
     }
-    if (kStagesOut) rings.work.advance();
-    else release(rings.work);
+    if (!kStagesOut) mbarrier_arrive(rings.work.empty());  // every thread has read it itself
+    rings.work.advance();
   }
   store_staged();
 }
