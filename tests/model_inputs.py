@@ -34,6 +34,33 @@ def inputs_of(model, model_type: str, length: int) -> dict:
     return inputs
 
 
+def candidates(model, model_type: str, length: int):
+    """Inputs to try, the likeliest first: those of `inputs_of`, its images in the other shapes that models take, its text
+    without images, embeddings in place of tokens."""
+    inputs = inputs_of(model, model_type, length)
+    yield inputs
+    images, takes = inputs.get("pixel_values"), inspect.signature(model.forward).parameters
+    if model_type in SPECIAL:
+        return
+    if images is None:
+        images = torch.empty(0)
+    if images.dim() == 4:
+        yield {**inputs, "pixel_values": images[:, None]}  # one image of several
+        yield {**inputs, "pixel_values": images[:, None].expand(-1, 2, -1, -1, -1)}  # a pair of images, or a video
+    if images.dim() == 2:
+        vision = models._Inputs(model, 2, length, 0).vision_config()
+        patch = getattr(vision, "patch_size", None)
+        if isinstance(patch, int) and images.shape[1] % (patch * patch) == 0:
+            squares = images.reshape(images.shape[0], -1, patch, patch)
+            yield {**inputs, "pixel_values": squares}
+            yield {**inputs, "pixel_values": squares[None]}
+    if "input_ids" in inputs and images.numel():
+        yield {"input_ids": models._Inputs(model, 2, length, 0).tokens(length)}
+    if "inputs_embeds" in takes:
+        maker = models._Inputs(model, 2, length, 0)
+        yield {"inputs_embeds": maker.noise(2, length, _width(maker))}
+
+
 def _width(maker, *names: str) -> int:
     for name in (*names, "hidden_size", "d_model", "embed_dim"):
         if isinstance(found := getattr(maker.config, name, None), int):
@@ -60,6 +87,7 @@ def _spectrogram_mask(maker):
 
 # a parameter that a forward insists on -> what it gets
 NEEDED = {
+    "reference_points": lambda maker: torch.rand(maker.batch, 8, 4, generator=maker.generator),
     "hidden_states": _states(),
     "inputs_embeds": _states(),
     "context": _states(),
@@ -159,11 +187,37 @@ def _boxes(maker):
     }
 
 
-def _codebooks(count: str, last: bool = False):
+def _codebooks(count: str, last: bool = False, extra: int = 0):
     def make(maker):
         config = maker.config
-        shape = (2, 10, getattr(config, count)) if last else (2 * getattr(config, count), 10)
+        shape = (2, 10, getattr(config, count) + extra) if last else (2 * getattr(config, count), 10)
         return {"input_ids": torch.randint(3, 100, shape, generator=maker.generator)}
+
+    return make
+
+
+def _chunked_sound(maker):
+    """Two recordings one after the other, [mel bins, frames], and the length of each."""
+    return {"input_features": maker.noise(maker.config.num_mel_bins, 40), "feature_lens": torch.tensor([24, 16])}
+
+
+def _queries(maker):
+    return {
+        "query_embeds": maker.noise(2, 4, maker.config.hidden_size),
+        "encoder_hidden_states": maker.noise(2, 9, maker.config.encoder_hidden_size),
+    }
+
+
+def _positions(side: int):
+    return torch.tensor([[column, row] for row in range(side) for column in range(side)]).expand(2, -1, -1)
+
+
+def _mel_second(bins: int, length: int, name: str = "input_features", mask: str | None = None, padding: bool = False):
+    def make(maker):
+        inputs = {name: maker.noise(2, length, bins)}
+        return inputs | (
+            {mask: torch.zeros(2, length, dtype=torch.bool) if padding else torch.ones(2, length)} if mask else {}
+        )
 
     return make
 
@@ -195,28 +249,155 @@ def _encoded(maker):
     return {**inputs, "encoder_hidden_states": maker.noise(2, 9, _width(maker, "cross_attention_hidden_size"))}
 
 
-def _images_then_text(maker):
-    size = maker.config.vision_config.image_size
+def _images_then_text(token: str, frames: int = 0):
+    def make(maker):
+        config = maker.config
+        size, ids = config.vision_config.image_size, maker.tokens(maker.seqlen)
+        ids[:, 1 : 1 + config.num_query_tokens * max(1, frames)] = getattr(config, token)
+        shape = (2, frames, 3, size, size) if frames else (2, 3, size, size)
+        return {"input_ids": ids, "qformer_input_ids": maker.tokens(8), "pixel_values": maker.noise(*shape)}
+
+    return make
+
+
+def _picture(side: int, size: float = 1.0):
+    """Images. Random residual networks enlarge what they get a thousandfold, which would saturate the attention behind
+    them: there torch's own sdpa is as far from eager in the gradients of q and k as flashpatch; `size` is for these."""
+    return lambda maker: {"pixel_values": size * maker.noise(2, 3, side, side)}
+
+
+def _pyramid(maker):
+    """Feature maps of three levels, the largest first."""
+    return [maker.noise(2, maker.config.hidden_size, side, side) for side in (16, 8, 4)]
+
+
+def _described_maps(maker):
+    width = maker.config.hidden_size
+    maps = [maker.noise(2, width, 4, 4)]
+    return {"vision_features": maps, "vision_pos_embeds": maps, "text_features": maker.noise(2, 8, width)}
+
+
+def _decoded_maps(maker):
+    width = maker.config.hidden_size
     return {
-        "pixel_values": maker.noise(2, 3, size, size),
-        "qformer_input_ids": maker.tokens(8),
-        "input_ids": maker.tokens(20),
+        "decoder_queries": maker.noise(2, 8, width),
+        "backbone_features": _pyramid(maker),
+        "encoder_hidden_states": maker.noise(2, 16, width),
+        "prompt_features": maker.noise(2, 5, width),
     }
 
 
+def _semantic(maker):
+    return {"input_values": maker.noise(2, 1, 320 * 12), "input_features": maker.noise(2, 12, 160)}
+
+
 SPECIAL = {
+    **dict.fromkeys(("d_fine", "pp_doclayout_v2", "pp_doclayout_v3", "rt_detr", "rt_detr_v2", "rt_detr_resnet"), _picture(96, 1e-3)),
+    "florence_vision": lambda maker: {"hidden_states": maker.noise(2, 3, 64, 64)},
+    "fun_asr_nano_encoder": _mel_second(112, 16, mask="input_features_mask"),
+    "inkling_vision": lambda maker: {"pixel_values": maker.noise(4, 2, 8, 8, 3)},
+    "janus_vqgan": _picture(64),
+    "kosmos-2": lambda maker: {
+        "input_ids": maker.tokens(12), "pixel_values": maker.noise(2, 3, 32, 32),
+        "image_embeds_position_mask": torch.tensor([[0, *[1] * maker.config.latent_query_num, *[0] * 7]] * 2),
+    },
+    "kosmos_2_5_vision_model": _flattened_patches(False),
+    "neucodec": _semantic,
+    "xcodec2": _semantic,
+    "qwen2_5_omni_bigvgan": lambda maker: {"mel_spectrogram": maker.noise(2, maker.config.mel_dim, 16)},
+    "qwen2_5_omni_dit": lambda maker: {
+        "hidden_states": maker.noise(2, 24, maker.config.mel_dim), "condition_vector": maker.noise(2, 24, maker.config.mel_dim),
+        "speaker_embedding": maker.noise(2, 24, maker.config.enc_emb_dim),
+        "quantized_code": torch.randint(0, 100, (2, 12), generator=maker.generator),
+        "time_step": torch.tensor(0.5), "apply_cfg": False,
+    },
+    "edgetam": _picture(64),
+    "sam2": _picture(64),
+    "edgetam_vision_model": _picture(64),
+    "pe_video": lambda maker: {"input_ids": maker.tokens(12), "pixel_values_videos": maker.noise(2, 2, 3, 64, 64)},
+    "pe_video_encoder": lambda maker: {"pixel_values_videos": maker.noise(2, 2, 3, 64, 64)},
+    "pe_audio_video": lambda maker: {
+        "input_ids": maker.tokens(12), "input_values": maker.noise(2, 1, 1920 * 2), "pixel_values_videos": maker.noise(2, 2, 3, 64, 64)
+    },
+    "pe_audio_video_encoder": lambda maker: {
+        "input_values": maker.noise(2, 1, 1920 * 2), "pixel_values_videos": maker.noise(2, 2, 3, 64, 64)
+    },
+    **dict.fromkeys(("sam3_detr_encoder", "sam3_lite_text_detr_encoder"), _described_maps),
+    **dict.fromkeys(("sam3_mask_decoder", "sam3_lite_text_mask_decoder"), _decoded_maps),
+    "voxtral_realtime": lambda maker: {"input_ids": maker.tokens(12), "input_features": maker.noise(2, 16, 96)},
+    "voxtral_realtime_text": lambda maker: {
+        "input_ids": maker.tokens(12), "t_cond": maker.noise(1, 1, maker.config.hidden_size)
+    },
+    "blip_2_qformer": _queries,
+    "blt_local_encoder": lambda maker: {
+        "input_ids": maker.tokens(12), "patch_embeds": maker.noise(2, 4, maker.config.hidden_size), "num_patches": 4,
+        "patch_ids": (torch.arange(12) // 3).expand(2, -1),
+    },
+    "blt_local_decoder": lambda maker: {
+        "inputs_embeds": maker.noise(2, 12, maker.config.hidden_size),
+        "patch_embeds": maker.noise(2, 4, maker.config.hidden_size_global),
+    },
+    "clap": lambda maker: {
+        "input_ids": maker.tokens(12), "input_features": maker.noise(2, 1, 256, 16), "is_longer": torch.zeros(2, 1)
+    },
+    "clap_audio_model": lambda maker: {"input_features": maker.noise(2, 1, 256, 16), "is_longer": torch.zeros(2, 1)},
+    "dia": lambda maker: {
+        "input_ids": maker.tokens(12),
+        "decoder_input_ids": torch.randint(3, 100, (2, 10, maker.config.decoder_config.num_channels), generator=maker.generator),
+    },
+    "gemma3n_audio": lambda maker: {
+        "audio_mel": maker.noise(2, 32, maker.config.input_feat_size), "audio_mel_mask": torch.zeros(2, 32, dtype=torch.bool)
+    },
+    "gemma4_audio": _mel_second(128, 32, mask="attention_mask"),
+    "gemma4_vision": lambda maker: {
+        "pixel_values": maker.noise(2, 36, 3 * maker.config.patch_size**2), "pixel_position_ids": _positions(6)
+    },
+    "glmasr_encoder": _mel_first(32),
+    "granite_speech5_encoder": _mel_second(320, 16),
+    "granite_speech5_ctc": _mel_second(320, 16),
+    "inkling_audio": lambda maker: {"audio_input_ids": torch.randint(0, 16, (12, 80), generator=maker.generator)},
+    "lasr_ctc": _mel_second(80, 48),
+    "lasr_encoder": _mel_second(16, 48),
+    "minicpmv4_6_vision": lambda maker: {
+        "pixel_values": maker.noise(1, 3, 8, 16 * 8 * 2), "target_sizes": torch.tensor([[4, 4], [4, 4]])
+    },
+    "mimi": lambda maker: {"input_values": maker.noise(2, 1, 1920 * 4)},
+    "pe_audio_encoder": lambda maker: {"input_values": maker.noise(2, 1, 1920 * 4)},
+    "nemotron_asr_streaming": lambda maker: {
+        "input_features": maker.noise(2, 64, 80), "attention_mask": torch.ones(2, 64, dtype=torch.long), "decoder_input_ids": maker.tokens(4)
+    },
+    "nemotron_asr_streaming_encoder": _mel_second(16, 64, mask="attention_mask"),
+    "qwen2_5_omni_audio_encoder": _chunked_sound,
+    "qwen3_omni_moe_audio_encoder": _chunked_sound,
+    "qwen3_asr_encoder": lambda maker: {
+        "input_features": maker.noise(2, maker.config.num_mel_bins, 200), "input_features_mask": torch.ones(2, 200, dtype=torch.long)
+    },
     "audio-spectrogram-transformer": lambda maker: {
         "input_values": maker.noise(2, maker.config.max_length, maker.config.num_mel_bins)
     },
     "audioflamingo3_encoder": lambda maker: _mel_first(2 * maker.config.max_source_positions, "input_features_mask")(maker),
     "dia_decoder": _codebooks("num_channels", last=True),
+    "idefics": lambda maker: {
+        "input_ids": maker.tokens(12), "pixel_values": maker.noise(2, 2, 3, 32, 32),
+        "image_attention_mask": torch.ones(2, 12, 2, dtype=torch.long),
+    },
     "idefics2_vision": lambda maker: maker.images(),
     "informer": _series(),
+    "instructblip": _images_then_text("image_token_index"),
+    "instructblipvideo": _images_then_text("video_token_index", frames=2),
     "instructblip_qformer": lambda maker: {
         "input_ids": maker.tokens(8), "query_embeds": maker.noise(2, 4, maker.config.hidden_size),
         "encoder_hidden_states": maker.noise(2, 9, maker.config.encoder_hidden_size),
     },
+    "kyutai_speech_to_text": _codebooks("num_codebooks", last=True, extra=1),
     "mllama_vision_model": _tiles,
+    "moshi_depth": lambda maker: {
+        "input_ids": maker.tokens(4), "last_hidden_state": maker.noise(2, 4, maker.config.input_size), "position_ids": torch.arange(4)
+    },
+    "muse_glimmer_assistant": lambda maker: {
+        "noise_embeds": maker.noise(2, 8, maker.config.hidden_size), "context_hidden_states": maker.noise(2, 16, maker.config.hidden_size),
+        "attention_mask": torch.ones(2, 24, dtype=torch.long),
+    },
     "musicgen_decoder": _codebooks("num_codebooks"),
     "musicgen_melody_decoder": _codebooks("num_codebooks"),
     "patchtsmixer": _channels,

@@ -87,6 +87,7 @@ _DEPTHS = [
 ]
 DEFAULT = object()  # an exception's word for "leave this field as it is"
 _TOKEN = re.compile(r".*_token_(id|index)|.*_token_id_.*")
+_STAGES = {"depths", "stage_out_channels", "stage_channels"}  # fields of models made of stages, whose number stays
 _LAYER_INDICES = re.compile(r".*(index|indexes|indices|_layers|layer_ids?|_layer|layers_to_.*)$")
 
 
@@ -138,6 +139,26 @@ def model_classes(model_type: str, config: PreTrainedConfig) -> list[type]:
     return list(dict.fromkeys(found))
 
 
+def wholes(model_type: str) -> list[str]:
+    """The types of the same package whose configs have this type as a part, the smallest first: for a part with no model
+    of its own."""
+    module, part, found = model_type_to_module_name(model_type), CONFIG_MAPPING[model_type], {}
+    for other in CONFIG_MAPPING_NAMES:
+        if other != model_type and model_type_to_module_name(other) == module:
+            parts = list(_parts(shrunk(other)))
+            if any(isinstance(inner, part) for inner in parts):
+                found[other] = len(parts)
+    return sorted(found, key=found.get)
+
+
+def _parts(config: PreTrainedConfig):
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            yield inner
+            yield from _parts(inner)
+
+
 def _is_for(cls: type, config_class: type) -> bool:
     """Whether a model class takes this config: it says so, or its constructor does."""
     if cls.config_class is config_class:
@@ -163,11 +184,29 @@ class _Tokens:
 
 def shrunk(model_type: str, widths: bool = True, **changes) -> PreTrainedConfig:
     """The small config of a model type; `widths=False` leaves widths and heads as they are."""
-    return _shrink(CONFIG_MAPPING[model_type], _Tokens(), widths, {**EXCEPTIONS.get(model_type, {}), **changes})
+    return _shrink(CONFIG_MAPPING[model_type], _Tokens(), widths, changes)
+
+
+def _default(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrainedConfig:
+    """A type's own config; where it has none, or fetches a part of it, one of the parts that `changes` names."""
+    try:
+        return cls()
+    except Exception:
+        parts = {
+            name: _shrink(CONFIG_MAPPING[part["model_type"]], tokens, widths, _but(part, "model_type"))
+            for name, part in changes.items()
+            if isinstance(part, dict) and "model_type" in part
+        }
+        return cls(**{name: part.to_dict() for name, part in parts.items()})
+
+
+def _but(entries: dict, name: str) -> dict:
+    return {key: value for key, value in entries.items() if key != name}
 
 
 def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrainedConfig:
-    default = cls()
+    changes = {**EXCEPTIONS.get(cls.model_type, {}), **changes}
+    default = _default(cls, tokens, widths, changes)
     takes = set(inspect.signature(cls.__init__).parameters)
     kept = _kept_layers(default)
     settings: dict = {}
@@ -177,13 +216,14 @@ def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrain
             if new is not None:
                 settings[name] = new
     for name in default.sub_configs:
-        inner = getattr(default, name, None)
-        if isinstance(inner, PreTrainedConfig):
-            nested = changes.get(name)
-            if isinstance(nested, dict) and "model_type" in nested:
-                settings[name] = CONFIG_MAPPING[nested["model_type"]](**nested)
-                continue
-            settings[name] = _shrink(type(inner), tokens, widths, nested if isinstance(nested, dict) else {})
+        inner, nested = getattr(default, name, None), changes.get(name)
+        nested = nested if isinstance(nested, dict) else {}
+        if "model_type" in nested:
+            settings[name] = _shrink(CONFIG_MAPPING[nested["model_type"]], tokens, widths, _but(nested, "model_type"))
+        elif isinstance(inner, PreTrainedConfig):
+            if _STAGES & inner.__dict__.keys() and isinstance(getattr(inner, "_out_indices", None), list):
+                nested = {"out_indices": inner._out_indices, **nested}
+            settings[name] = _shrink(type(inner), tokens, widths, nested)
     settings.update(
         {
             name: value
@@ -191,7 +231,14 @@ def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrain
             if not isinstance(value, dict) or name not in default.sub_configs
         }
     )
-    return cls(**{name: value for name, value in settings.items() if value is not DEFAULT})
+    if "out_features" in changes:
+        settings.pop("out_indices", None)
+    settings = {name: value for name, value in settings.items() if value is not DEFAULT}
+    try:
+        return cls(**settings)
+    except TypeError:  # some take their parts as dicts only
+        parts = {name: part.to_dict() for name, part in settings.items() if isinstance(part, PreTrainedConfig)}
+        return cls(**settings | parts)
 
 
 def _field(cls, name, value, kept, tokens, widths, default):
@@ -290,13 +337,16 @@ _SAM_VISION = {
     "patch_size": 16,
     "global_attn_indexes": [1],
     "window_size": 3,
-    "num_pos_feats": 8,
+    "num_pos_feats": 16,
     "output_channels": 32,
 }
 _SAM_PROMPT = {"image_size": 64, "patch_size": 16, "hidden_size": 32, "mask_input_channels": 8}
 _SAM_MASK = {"hidden_size": 32, "num_attention_heads": 2, "mlp_dim": 32, "iou_head_hidden_dim": 32}
 _SAM = {"vision_config": _SAM_VISION, "prompt_encoder_config": _SAM_PROMPT, "mask_decoder_config": _SAM_MASK}
 
+_TIMM = {"architecture": "test_resnet"}  # the smallest of timm's
+_SAM2_PROMPT = {"image_size": 64, "patch_size": 16, "hidden_size": WIDTH, "mask_input_channels": 8}
+_SAM2_MASK = {"hidden_size": WIDTH, "num_attention_heads": 2, "mlp_dim": 32, "iou_head_hidden_dim": 32}
 _THIRDS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
 _SMALL_TEXT = {
     "vocab_size": VOCABULARY,
@@ -313,10 +363,50 @@ _RESNET = {
 _RESNET_LAST = {**_RESNET, "out_features": ["stage4"]}
 
 EXCEPTIONS: dict[str, dict] = {
-    "align": {"vision_config": {"hidden_dim": DEFAULT, "image_size": 64}},
+    "align": {
+        "vision_config": {"hidden_dim": DEFAULT, "image_size": 64, "depth_coefficient": 0.3},
+        "projection_dim": 640,
+    },
     "audio-spectrogram-transformer": {"max_length": 64, "patch_size": 8, "frequency_stride": 8, "time_stride": 8},
-    "cohere_compass": {"text_config": {"rope_parameters": DEFAULT}},
-    "cohere_compass_text": {"rope_parameters": DEFAULT},
+    "blt": {
+        "use_cache": False,
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_config": {"hidden_size_global": WIDTH},
+        "decoder_config": {"hidden_size_global": WIDTH},
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "clap_audio_model": {
+        "spec_size": 64,
+        "patch_stride": [4, 4],
+        "window_size": 4,
+        "depths": [1, 1],
+        "num_attention_heads": [2, 4],
+        "patch_embeds_hidden_size": 32,
+        "hidden_size": 64,
+        "num_mel_bins": 16,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {kind: _THIRDS for kind in ("sliding_attention", "full_attention")},
+    },
+    "csm": {"use_cache": False},
+    "dia_decoder": {"cross_hidden_size": WIDTH},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2_sam_vision_model": {"output_channels": WIDTH, "downsample_channels": [WIDTH, WIDTH]},
+    "deepseek_ocr2_encoder": {"hidden_size": WIDTH},
+    "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}, "canvas_length": 8},
+    "efficientloftr": {"hidden_size": DEFAULT, "num_attention_heads": DEFAULT, "num_attention_layers": 2},
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
+    "esm": {"pad_token_id": 1, "mask_token_id": 4},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
+    "granite4_vision": {
+        "text_config": {"model_type": "granite4_vision_text"},
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [1],
+        "downsample_rate": "1/2",
+    },
+    "granite_speech5_encoder": {"num_mel_bins": DEFAULT},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": _THIRDS}},
     "ernie4_5_vl_moe_text": {"rope_parameters": _THIRDS},
     "gemma3n_text": {
@@ -326,13 +416,155 @@ EXCEPTIONS: dict[str, dict] = {
         "activation_sparsity_pattern": [0.0] * 4,
         "intermediate_size": [64] * 4,
     },
-    "granite4_vision": {"text_config": {"model_type": "granite", **_SMALL_TEXT}},
+    "idefics": {
+        "use_resampler": True,
+        "perceiver_config": {
+            "resampler_n_latents": 4,
+            "resampler_depth": 1,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 16,
+        },
+    },
     "informer": {"prediction_length": 8, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 2},
-    "kimi_linear": {"num_hidden_layers": 2},
+    "gemma4_unified": {
+        "vision_config": {"model_type": "gemma4_unified_vision"},
+        "audio_config": {"model_type": "gemma4_unified_audio"},
+    },
+    "inkling_audio": {"text_hidden_size": WIDTH, "mel_vocab_size": 16},
+    "inkling_vision": {"text_hidden_size": WIDTH, "num_hidden_layers": 3},
+    "kimi_linear": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "linear_head_dim": 16,
+        "linear_num_heads": HEADS,
+    },
+    "llama4_vision_model": {
+        "intermediate_size": 256,
+        "vision_output_dim": WIDTH,
+        "projector_input_dim": WIDTH,
+        "projector_output_dim": WIDTH,
+    },
+    "maskformer": {
+        "backbone_config": {
+            "model_type": "swin",
+            "embed_dim": 16,
+            "depths": [1, 1, 1, 1],
+            "num_heads": [1, 2, 2, 4],
+            "window_size": 2,
+            "image_size": 64,
+        },
+        "fpn_feature_size": 32,
+        "mask_feature_size": 32,
+    },
+    "maskformer-swin": {"embed_dim": 48, "depths": [1, 1, 1, 1], "image_size": 64, "patch_size": 4, "window_size": 2},
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 8,
+        },
+        "head_dim": 8,
+    },
+    "moonshine_streaming": {"num_key_value_heads": HEADS},
+    "muse_glimmer_assistant": {"target_layer_ids": [0]},
+    "musicgen": {
+        "text_encoder": {"model_type": "t5"},
+        "audio_encoder": {"model_type": "encodec"},
+        "decoder": {"model_type": "musicgen_decoder"},
+    },
+    "musicgen_melody": {
+        "text_encoder": {"model_type": "t5"},
+        "audio_encoder": {"model_type": "encodec"},
+        "decoder": {"model_type": "musicgen_melody_decoder"},
+    },
+    "nemotron_asr_streaming_encoder": {"sliding_window": 8, "default_num_lookahead_tokens": 1},
+    "neucodec": {"semantic_model_config": {"feature_projection_input_dim": 160}, "quantization_dim": 2 * WIDTH},
+    "xcodec2": {"semantic_model_config": {"feature_projection_input_dim": 160}, "quantization_dim": 2 * WIDTH},
+    "paddleocr_vl_text": {"rope_parameters": _THIRDS},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": WIDTH},
+    "qwen4_exp_text": {
+        "indexer_n_heads": HEADS,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "pix2struct_text_model": {"initializer_range": 0.02},
+    "t5gemma2_decoder": {"dropout_rate": 0.0},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "t5gemma2_encoder": {"dropout_rate": 0.0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lasr_ctc": {"encoder_config": {"num_mel_bins": 80}},
-    "lw_detr": {"backbone_config": {"image_size": 64, "num_windows": 4}},
-    "lw_detr_vit": {"image_size": 64, "num_windows": 4},
+    "lasr_encoder": {"num_mel_bins": 16},
+    **dict.fromkeys(
+        ("d_fine", "pp_doclayout_v2", "pp_doclayout_v3", "rt_detr", "rt_detr_v2"), {"decoder_in_channels": [WIDTH] * 3}
+    ),
+    "instructblip": {"image_token_index": 5, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 5, "num_query_tokens": 4},
+    "moshi_depth": {"num_codebooks": 4, "audio_vocab_size": VOCABULARY, "input_size": WIDTH},
+    "muse_glimmer_vision": {"pos_emb_height": 8, "pos_emb_width": 8},
+    "phi4_multimodal_audio": {
+        "ext_pw_out_channel": WIDTH,
+        "depthwise_separable_out_channel": WIDTH,
+        "nemo_conv_channels": WIDTH,
+    },
+    "nemotron_asr_streaming": {"decoder_hidden_size": WIDTH, "encoder_config": {"num_mel_bins": 80}},
+    "kosmos-2": {"latent_query_num": 4},
+    "janus_vqgan": {"num_patches": 4, "base_channels": 32},
+    "sam2_hiera_det_model": {
+        "hidden_size": 16,
+        "embed_dim_per_stage": [16, 32, 64, 128],
+        "num_attention_heads_per_stage": [1, 2, 4, 8],
+        "blocks_per_stage": [1, 1, 2, 1],
+        "global_attention_blocks": [3],
+        "window_size_per_stage": [4, 4, 4, 4],
+        "image_size": [64, 64],
+        "window_positional_embedding_background_size": [4, 4],
+    },
+    **dict.fromkeys(
+        ("sam2_vision_model",),
+        {
+            "backbone_channel_list": [128, 64, 32, 16],
+            "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+            "fpn_hidden_size": WIDTH,
+        },
+    ),
+    "sam2": {"prompt_encoder_config": _SAM2_PROMPT, "mask_decoder_config": _SAM2_MASK},
+    "sam3_vision_model": {"fpn_hidden_size": WIDTH},
+    "sam3_tracker": {
+        "vision_config": {
+            "backbone_feature_sizes": [[56, 56], [28, 28], [14, 14]],
+            "backbone_config": {"image_size": 112},
+        },
+        "prompt_encoder_config": {**_SAM2_PROMPT, "image_size": 112, "patch_size": 8},
+        "mask_decoder_config": _SAM2_MASK,
+    },
+    "videoprism": {"vision_config": {"num_frames": 2}},
+    "xclip": {
+        "vision_config": {"mit_hidden_size": WIDTH, "mit_num_attention_heads": HEADS},
+        "prompt_num_attention_heads": HEADS,
+    },
+    "edgetam_vision_model": {
+        "backbone_config": {
+            "model_type": "timm_wrapper",
+            **_TIMM,
+            "model_args": {"in_chans": 3, "features_only": True, "out_indices": [1, 2, 3, 4]},
+        },
+        "backbone_channel_list": [96, 192, 48, 32],
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+        "fpn_hidden_size": WIDTH,
+    },
+    "edgetam": {
+        "vision_config": {"model_type": "edgetam_vision_model"},
+        "prompt_encoder_config": _SAM2_PROMPT,
+        "mask_decoder_config": _SAM2_MASK,
+    },
+    "gemma3n_vision": _TIMM,
+    **dict.fromkeys(("pe_video_encoder",), {"vision_config": _TIMM}),
+    "lw_detr": {"backbone_config": {"out_indices": [1, 2]}, "projector_scale_factors": [1.0], "group_detr": 1},
+    "lw_detr_vit": {"image_size": 64, "num_windows": 4, "window_block_indices": [0]},
     "mimi": {
         "hidden_size": DEFAULT,
         "num_attention_heads": DEFAULT,
@@ -384,7 +616,7 @@ EXCEPTIONS: dict[str, dict] = {
         "mamba_chunk_size": 4,
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "longcat_flash": {"head_dim": 8},
+    "longcat_flash": {"head_dim": 8, "zero_expert_num": 2, "expert_ffn_hidden_size": WIDTH},
     "mpnet": {"relative_attention_num_buckets": 32},
     "sam": _SAM,
     "sam_hq": {**_SAM, "mask_decoder_config": {**_SAM_MASK, "vit_dim": 64}},
@@ -419,7 +651,7 @@ def energise(model: torch.nn.Module) -> None:
     """Weights as large as in a trained model: fresh ones make attention nearly uniform, which would hide a wrong mask."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             if parameter.dim() >= 2:
                 fan_in = max(1, parameter[0].numel())
