@@ -9,6 +9,7 @@ from flashpatch import __version__
 COMMANDS = {
     "apply": "Patch a model, run it once, and show what each attention module ran on.",
     "audit": "Show this machine, what the kernels support on a GPU, and what a model would run on.",
+    "cost": "Count what a model's attention costs at a context length: FLOPs, memory, time, money.",
     "bench": "Time attention on this GPU, beside torch's own.",
     "run": "Run an unmodified script with flashpatch enabled, and show what its attention ran on.",
     "verify": "Prove by measurement that the kernels, or a patched model, compute what they should.",

@@ -172,22 +172,9 @@ def _write(target: str, text: str) -> None:
 
 
 def _print_every(report) -> None:
-    groups: dict[tuple, list] = {}
-    for square in report.squares:
-        for tally in square.tallies or [None]:
-            line = ("its own", "", "", "", "") if tally is None else tuple(_choice(tally.choice))
-            count = 0 if tally is None else tally.modules
-            where = (f"{square.title} ({', '.join(square.capabilities)})", rendering.kilobytes(square.shared_memory))
-            groups.setdefault((*where, square.direction, count, line), []).append(square.dtype)
-    both: dict[tuple, list] = {}
-    for (*where, direction, count, line), dtypes in groups.items():
-        both.setdefault((*where, ", ".join(dtypes), count, line), []).append(direction)
-    rows = [
-        [title, limit, dtypes, ", ".join(directions), f"{count} of {report.modules}", *line]
-        for (title, limit, dtypes, count, line), directions in both.items()
-    ]
-    columns = ["generation", "block may have", "dtype", "direction", "modules", "runs on", "tile", "shared memory"]
-    rendering.table([*columns, "status", "why"], rows, report.model)
+    from . import picture
+
+    rendering.table(list(picture.COLUMNS), picture.lines(report), report.model)
     click.echo(summary(report))
     for reason in report.reasons:
         click.echo(f"not dispatched: {reason}")

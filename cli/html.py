@@ -12,6 +12,15 @@ from .rendering import MISSING, USAGE, Fault
 
 def write(path: str, template: str, **values) -> None:
     """Render a template beside this file to `path`."""
+    text = render(template, **values)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Fault(f"--html {path}: {error}", USAGE) from None
+
+
+def render(template: str, **values) -> str:
+    """A template beside this file with these values."""
     try:
         import jinja2
         from markupsafe import Markup
@@ -23,8 +32,4 @@ def write(path: str, template: str, **values) -> None:
         families=families.BY_NAME, grouped=grouped, grouped_violations=grouped_violations, places=places, size=size,
         breakable=lambda path: Markup(".<wbr>").join(path.split(".")),
     )  # fmt: skip
-    text = environment.get_template(template).render(**values)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise Fault(f"--html {path}: {error}", USAGE) from None
+    return environment.get_template(template).render(**values)

@@ -132,53 +132,36 @@ def _shortened(words: str, length: int) -> str:
     return words if len(words) <= length else words[: words.rfind(", ", 0, length - 3)] + ", ..."
 
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 14px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; margin: 24px; color: #1f2328; background: #fff }}
-.picture {{ overflow-x: auto }}
-table {{ border-collapse: collapse; margin-top: 24px }}
-th, td {{ border: 1px solid #d0d7de; padding: 3px 8px; text-align: left; vertical-align: top }}
-{colours}
-</style>
-</head>
-<body>
-<div class="picture">
-{picture}</div>
-<table>
-<tr>{header}</tr>
-{rows}
-</table>
-</body>
-</html>
-"""
+COLUMNS = (
+    "generation", "block may have", "dtype", "direction", "modules", "runs on", "tile", "shared memory", "status", "why",
+)  # fmt: skip
+
+
+def lines(report) -> list[list[str]]:
+    """Every cell in words, in the order of COLUMNS; dtypes, and then directions, that run alike in one line."""
+    groups: dict[tuple, list] = {}
+    for square in report.squares:
+        for tally in square.tallies or [None]:
+            choice, count = (None, 0) if tally is None else (tally.choice, tally.modules)
+            size = rendering.kilobytes(choice.shared_memory) if choice and choice.kernel else ""
+            line = ("its own", "", "", "", "")
+            if choice:
+                line = (choice.kernel or "fallback", choice.tile, size, choice.status, "; ".join(choice.reasons))
+            where = (f"{square.title} ({', '.join(square.capabilities)})", rendering.kilobytes(square.shared_memory))
+            groups.setdefault((*where, square.direction, count, line), []).append(square.dtype)
+    both: dict[tuple, list] = {}
+    for (*where, direction, count, line), dtypes in groups.items():
+        both.setdefault((*where, ", ".join(dtypes), count, line), []).append(direction)
+    return [
+        [title, limit, dtypes, ", ".join(directions), f"{count} of {report.modules}", *line]
+        for (title, limit, dtypes, count, line), directions in both.items()
+    ]
 
 
 def html(report) -> str:
-    """A page with the picture and every cell of it in a table."""
-    columns = ("generation", "capabilities", "GPUs", "dtype", "direction", "modules", "runs on", "tile")
-    columns = (*columns, "shared memory", "status", "why")
-    rows = []
-    for square in report.squares:
-        for tally in square.tallies:
-            choice = tally.choice
-            size = rendering.kilobytes(choice.shared_memory) if choice.kernel else ""
-            cells = (
-                square.title, ", ".join(square.capabilities), ", ".join(square.gpus), SHORT[square.dtype],
-                square.direction, f"{tally.modules} of {report.modules}", choice.kernel or "fallback", choice.tile, size,
-                choice.status, "; ".join(choice.reasons),
-            )  # fmt: skip
-            rows.append(
-                f'<tr class="{choice.status}">{"".join(f"<td>{escape(str(cell))}</td>" for cell in cells)}</tr>'
-            )
-    return PAGE.format(
-        title=escape(f"flashpatch: {report.model}"),
-        colours="\n".join(f"tr.{status} {{ background: {fill} }}" for status, (fill, _) in COLOURS.items()),
-        picture=svg(report),
-        header="".join(f"<th>{column}</th>" for column in columns),
-        rows="\n".join(rows),
+    """A page with the picture and every cell of it in words."""
+    from . import html as pages
+
+    return pages.render(
+        "grid.html.jinja", title=report.model, picture=svg(report), columns=COLUMNS, lines=lines(report)
     )

@@ -295,6 +295,11 @@ def _print_model(report) -> None:
         rows.append([label, f"{good} of {len(found)}", worst.name, *map(rendering.number, numbers)])
     columns = ["quantity", "hold", "closest to its bound", "patched", "eager", f"unpatched ({report.default})", "bound"]
     rendering.table(columns, rows)
+    if report.eager_runs > 1:
+        click.echo(
+            f"eager: the largest error of {report.eager_runs} runs, the further ones with attention outputs rounded anew, "
+            "because one run was not enough to tell a difference from chance."
+        )
     for comparison in report.comparisons:
         if not comparison.passed:
             click.echo(f"FAILED {comparison.message}")

@@ -25,6 +25,7 @@ _PUBLIC = {
     "plan": "auditing",
     "verify": "verification",
     "audit": "auditing",
+    "cost": "costing",
     "trace": "tracing",
     "bench": "benchmarking",
     "DeclinedError": "problem",

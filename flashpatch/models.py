@@ -82,6 +82,13 @@ def build_random(config, *, dtype=None, device="cpu", cls=None, seed: int = 0) -
         return build(config, dtype=dtype).eval()
 
 
+def uninitialised():
+    """Inside this context models are built without filling or tying their weights."""
+    from transformers.initialization import no_init_weights
+
+    return no_init_weights()
+
+
 def _dtype(dtype) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype

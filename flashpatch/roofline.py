@@ -452,9 +452,6 @@ def roofline(
     return report
 
 
-MARKERS = ("<!-- roofline:begin -->", "<!-- roofline:end -->")
-
-
 def table(report: dict) -> str:
     """A RooflineReport as JSON holds it, as a Markdown table: forward / backward milliseconds, memory, what bounds it."""
     lines = [
@@ -478,6 +475,6 @@ def table(report: dict) -> str:
         bound = " / ".join(point["bound"] or point["error"].split(":")[0] for point in both)
         lines.append(
             f"| {seqlen} | {variant} | {each('milliseconds', '{:.3g}')} | {each('tflops', '{:.3g}')} | "
-            f"{each('gbs', '{:.3g}')} | {memory} | {each('intensity', '{:.0f}')} | {bound} | {each('fraction', '{:.0%}')} |"
+            f"{each('gbs', '{:.0f}')} | {memory} | {each('intensity', '{:.0f}')} | {bound} | {each('fraction', '{:.0%}')} |"
         )
     return "\n".join(lines)

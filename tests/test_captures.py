@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -124,7 +125,31 @@ def test_nan_of_the_unpatched_model_and_inputs_out_of_range_are_said(model):
 
 def test_nothing_is_explained_where_nothing_differs(model):
     report = model_verification.verify_model(model, IDS, backward=False)
-    assert report.holds and report.explanation is None and report.capture == ""
+    assert report.holds and report.explanation is None and report.capture == "" and report.eager_runs == 1
+
+
+def test_a_model_in_which_a_last_bit_decides_is_held_to_what_eager_itself_does(model, monkeypatch):
+    """Further runs of eager widen a bound only as far as eager itself goes; a wrong call stays wrong."""
+    exact = torch.zeros(8)
+    eagers = [{("gradient", "w"): exact + error} for error in (0.01, 0.1, 0.05)]
+
+    def holds(error, eagers):
+        return model_verification._model_comparisons(
+            {("gradient", "w"): exact + error}, eagers, eagers[0], {("gradient", "w"): exact}
+        )[0].passed
+
+    assert [holds(0.3, eagers[:1]), holds(0.3, eagers), holds(0.7, eagers)] == [False, True, False]
+
+    plant(monkeypatch, "forward", off_by_a_tenth, layer=1)
+    report = model_verification.verify_model(model.bfloat16(), IDS, backward=False)
+    assert not report.holds and report.eager_runs == 4
+    seen = []
+    modules = [("model.layers.1.self_attn", model.model.layers[1].self_attn)]
+    for seed in (None, 0, 1):
+        with model_verification._rounded_anew(modules, seed) if seed is not None else contextlib.nullcontext():
+            seen.append(model_verification._observe(model, IDS, modules, False, 0, {})["attention", modules[0][0]])
+    apart = [((one - seen[0]) / seen[0]).abs().max() for one in seen[1:]]
+    assert not torch.equal(seen[1], seen[2]) and all(0 < float(a) <= 2 * torch.finfo(torch.bfloat16).eps for a in apart)
 
 
 # ---- the file ----

@@ -32,7 +32,7 @@ LAYERS = [
     {"registration", "models", "model_verification", "environment", "tracing"},
     {"verification", "auditing", "benchmarking"},
     {"feature_costs", "roofline"},
-    {"evidence"},
+    {"evidence", "costing"},
     {"cli"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

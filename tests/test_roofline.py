@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ pytest.importorskip("flashpatch.cli", reason="needs the editable install: pip in
 import jsonschema
 from click.testing import CliRunner
 from flashpatch.cli import charts
+from flashpatch.cli import roofline as printing
 
 from flashpatch import cli, roofline
 from flashpatch.benchmarking import Shape
-from flashpatch.roofline import Ceilings, Point
+from flashpatch.roofline import Ceilings, Experiment, Point, RooflineReport
 
 CPU = torch.device("cpu")
 SHAPE = Shape(1, 64, 2, 2, 16, False)
@@ -186,3 +188,36 @@ def test_drawings_hold_every_point_inside_their_frame():
             assert charts.LEFT <= float(circle.get("cx")) <= charts.WIDTH - charts.RIGHT
             assert charts.TOP <= float(circle.get("cy")) <= charts.HEIGHT - charts.BOTTOM
     assert charts.lines("t", "x", "y", {}) == ""
+
+
+# ---- what was measured on an H200: flashpatch bench --roofline --head-dims 128 --seqlens 512,2048,8192,32768 --json ----
+
+EVIDENCE = Path(__file__).parent / "evidence"
+
+
+def drawn() -> dict[str, str]:
+    """The files that show the recording: run this file as a script to renew them."""
+    document = json.loads((EVIDENCE / "h200_roofline.json").read_text(encoding="utf-8"))
+    points, experiments = (
+        [kind(**{**item, "shape": Shape(**item["shape"])}) for item in document[name]]
+        for kind, name in ((Point, "points"), (Experiment, "experiments"))
+    )
+    ceilings = Ceilings(**document["ceilings"])
+    report = RooflineReport(document["device"], document["dtype"], document["torch"], ceilings, points, experiments)
+    text = (
+        f"# Attention on one {report.device}: what bounds it\n\n{report.dtype}, causal, 16384 tokens, torch {report.torch}; forward / "
+        f"backward. Ceilings measured in the same run: {ceilings.tflops:.0f} TFLOP/s ({ceilings.product}), {ceilings.gbs:.0f} GB/s.\n\n"
+        f"{roofline.table(document)}\n\nHow the forward's time responds to more FLOPs and to more bytes:\n\n"
+    )
+    text += "".join(f"- {printing.experiment_words(item)}\n" for item in experiments)
+    return {"h200_roofline.svg": charts.standalone(printing.drawings(report)[0]), "h200_roofline.md": text}
+
+
+def test_the_recording_is_shown_as_it_is():
+    for name, text in drawn().items():
+        assert (EVIDENCE / name).read_text(encoding="utf-8") == text, f"renew it: python {Path(__file__).name}"
+
+
+if __name__ == "__main__":
+    for name, text in drawn().items():
+        (EVIDENCE / name).write_text(text, encoding="utf-8")

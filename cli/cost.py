@@ -1,0 +1,198 @@
+"""`flashpatch cost`: what a model's attention costs at a context length."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import click
+
+from . import models, options, rendering
+from .rendering import DECLINED, HOLDS, USAGE, Fault
+
+_SUFFIXES = {"k": 1024, "m": 1024**2}
+MOST = 1 << 24  # tokens, the longest context asked for and searched
+
+
+class _Contexts(click.ParamType):
+    name = "contexts"
+
+    def convert(self, value, parameter, context):
+        if isinstance(value, tuple):
+            return value
+        found = []
+        for word in value.split(","):
+            digits, factor = word.strip(), 1
+            if digits[-1:].lower() in _SUFFIXES:
+                digits, factor = digits[:-1], _SUFFIXES[digits[-1].lower()]
+            try:
+                tokens = round(float(digits) * factor)
+            except (ValueError, OverflowError):
+                tokens = 0
+            if not 1 <= tokens <= MOST:
+                self.fail(
+                    f"{word.strip()!r} is no context length; 4096, 8k, 128k or 1M is one, up to 16M", parameter, context
+                )
+            found.append(tokens)
+        return tuple(found)
+
+
+@click.command("cost")
+@click.argument("model")
+@click.option("--gpu", metavar="NAME", default="h200", show_default=True, help="The GPU, here or not.")
+@click.option(
+    "--context", "contexts", type=_Contexts(), default="8k,128k,1M", show_default=True, metavar="LIST",
+    help="Tokens of a sequence; k is 1024, M 1024 k.",
+)  # fmt: skip
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
+@click.option(
+    "--price-per-gpu-hour", type=click.FloatRange(min=0), metavar="PRICE", help="Adds money, in its currency."
+)
+@click.option("--tflops", type=click.FloatRange(min=0, min_open=True), help="Ceiling of matrix products, TFLOP/s.")
+@click.option("--bandwidth", type=click.FloatRange(min=0, min_open=True), help="Ceiling of memory traffic, TB/s.")
+@click.option("--memory", type=click.FloatRange(min=0, min_open=True), help="Memory of the GPU, GiB.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that MODEL brings along.")
+@options.dtype("The model's dtype; default: its configuration's.")
+@options.as_json
+@options.json_schema("costing.CostReport")
+def command(
+    model, gpu, contexts, batch, price_per_gpu_hour, tflops, bandwidth, memory, trust_remote_code, dtype, as_json
+):
+    """Count what attention costs MODEL (hub id or folder) forward and backward: FLOPs, bytes, memory, time, money.
+
+    With a flash kernel and without one, per context length, and the largest context and batch that fit. Read from the
+    configuration alone: no weights, no GPU. Grouped heads, windows, chunks and layers that are no attention count as the
+    model has them. Times are at what was measured on the GPU (an H200); for another one give --tflops, --bandwidth and
+    --memory.
+
+    \b
+    flashpatch cost MODEL --gpu h200 --context 8k,128k,1M --price-per-gpu-hour 3.50
+    """
+    from flashpatch import costing
+
+    models.quiet()
+    try:
+        with models.translated():
+            report = costing.cost(
+                model, gpu=gpu, contexts=contexts, batch=batch, dtype=dtype, price_per_gpu_hour=price_per_gpu_hour,
+                tflops=tflops, bandwidth=bandwidth, memory=memory, trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+    except costing.UnknownGpu as error:
+        raise Fault(str(error), USAGE) from None
+    code = DECLINED if report.undispatched or not report.layers else HOLDS
+    if as_json:
+        rendering.emit_json(report, code)
+    else:
+        _print(report)
+    raise SystemExit(code)
+
+
+def _print(report) -> None:
+    click.echo(
+        f"{report.model}: {report.parameters / 1e9:.3g} B parameters, {_size(report.weights_bytes)} of weights, attention in "
+        f"{report.dtype}, batch {report.batch}, on {report.ceilings.gpu}."
+    )
+    rows = [
+        [layer.count, layer.mask, f"{layer.num_heads_q} / {layer.num_heads_kv}",
+         layer.head_dim if layer.head_dim == layer.head_dim_v else f"{layer.head_dim} / {layer.head_dim_v}",
+         f"{layer.seqlen_q or 'context'} x {layer.seqlen_k or 'context'}", layer.example,
+         "yes" if not layer.declines else "; ".join(layer.declines)]
+        for layer in report.layers
+    ]  # fmt: skip
+    columns = ["calls", "mask", "heads q / kv", "head dim", "rows x keys", "for example", "kernel on this GPU"]
+    if rows:
+        rendering.table(columns, rows, "Attention calls of one forward")
+    for name, count in report.other_layers.items():
+        click.echo(f"no attention, not counted: {count} layers of {name}")
+    if report.undispatched:
+        click.echo(f"not counted, their calls could not be seen: {', '.join(report.undispatched[:5])}")
+    if report.layers:
+        _print_contexts(report)
+    click.echo(report.statement)
+    for note in report.notes:
+        click.echo(note)
+
+
+def _print_contexts(report) -> None:
+    price = report.price_per_gpu_hour is not None
+    rows = []
+    for cost in report.contexts:
+        for label, way in (("kernel", cost.with_kernel), ("eager", cost.without)):
+            rows.append([
+                _tokens(cost.context), label,
+                *(_count(value, "FLOP") for value in (way.forward_flops, way.backward_flops)),
+                *map(_size, (way.forward_bytes, way.backward_bytes)),
+                *map(_time, (way.forward_milliseconds, way.backward_milliseconds)),
+                _size(way.working_bytes), _size(way.saved_bytes),
+                "-" if way.largest_batch is None else way.largest_batch,
+                *([_money(way.forward_price), _money(way.training_price)] if price else []),
+            ])  # fmt: skip
+    columns = [
+        "context",
+        "",
+        "forward",
+        "backward",
+        "moved fwd",
+        "moved bwd",
+        "time fwd",
+        "time bwd",
+        "memory",
+        "kept",
+        "batch fits",
+    ]
+    rendering.table(columns + (["price fwd", "price fwd+bwd"] if price else []), rows, "All attention of one pass")
+    rows = [
+        [_tokens(cost.context), f"{cost.scores / 1e6:,.1f} M", _size(cost.score_matrix_bytes), f"{cost.visible:.1%}",
+         _size(cost.kv_cache_bytes), _time(cost.decode_milliseconds), f"{cost.share_of_forward:.0%}"]
+        for cost in report.contexts
+    ]  # fmt: skip
+    columns = [
+        "context",
+        "scores a head",
+        "one matrix",
+        "seen",
+        "KV cache",
+        "reading it, a token",
+        "share of the forward's FLOPs",
+    ]
+    rendering.table(columns, rows, "One sequence")
+    if report.largest_context_with_kernel is not None:
+        fits = f"{_tokens(report.largest_context_with_kernel)} with a kernel, {_tokens(report.largest_context_without)} without"
+        click.echo(f"Largest context of one sequence that fits {_size(report.ceilings.memory_bytes)}: {fits}.")
+
+
+def _tokens(tokens: int) -> str:
+    if tokens >= MOST:
+        return f"{MOST >> 20}M or more"
+    for size, suffix in ((1024**2, "M"), (1024, "k")):
+        if tokens >= size and tokens % size == 0:
+            return f"{tokens // size}{suffix}"
+    return str(tokens)
+
+
+def _size(value: float) -> str:
+    for size, unit in ((2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size:
+            return f"{value / size:,.4g} {unit}" if value < 1e4 * size else f"{value / size:,.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def _count(value: float, unit: str) -> str:
+    for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def _time(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return "-"
+    if milliseconds >= 120_000:
+        return f"{milliseconds / 60_000:,.0f} min"
+    if milliseconds >= 1000:
+        return f"{milliseconds / 1000:.3g} s"
+    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{milliseconds * 1000:.3g} µs"
+
+
+def _money(value: float | None) -> str:
+    """Three figures, never an exponent: a short pass costs little."""
+    return "-" if value is None else format(Decimal(f"{value:.3g}"), "f")

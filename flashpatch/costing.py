@@ -1,0 +1,475 @@
+"""What attention costs in a model at a context length: FLOPs, bytes, memory, and on a measured GPU time and money.
+
+Counted from the attention calls of one forward without values, so grouped heads, windows, chunks and layers that are no
+attention come out as the model has them. Nothing runs and no weights are loaded.
+
+Two ways are priced. *With a kernel*: the scores stay on chip; every tensor crosses the memory bus once; the backward
+computes the scores again. *Without*: transformers' eager attention, `softmax(q k^T + mask, fp32).to(dtype) v`, whose
+N x N matrices are written and read, and computed in full where the mask hides half of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy
+import yaml
+
+from . import auditing, planning
+from .problem import Decline
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class UnknownGpu(ValueError):
+    """`gpu` names none that is known; the text lists those that are."""
+
+
+# ---- what is reported ----
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a GPU was measured to do; null where nobody measured."""
+
+    gpu: Annotated[str, "its name"]
+    memory_bytes: Annotated[float | None, "memory of the GPU"]
+    matmul_tflops: Annotated[float | None, "best matrix product, TFLOP/s"]
+    bandwidth_tb_s: Annotated[float | None, "device copy, bytes read and written, TB/s"]
+    measured: Annotated[bool, "the figures were measured on this GPU with flashpatch's kernels, not given"]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Attention calls of one forward that are alike."""
+
+    count: Annotated[int, "calls of one forward"]
+    mask: Annotated[str, "full, causal, window W or chunk C"]
+    num_heads_q: Annotated[int, "query heads"]
+    num_heads_kv: Annotated[int, "key/value heads; fewer than query heads: GQA"]
+    head_dim: Annotated[int, "of q and k"]
+    head_dim_v: Annotated[int, "of v"]
+    seqlen_q: Annotated[int | None, "rows, if they do not follow the context"]
+    seqlen_k: Annotated[int | None, "keys, if they do not follow the context"]
+    example: Annotated[str, "the first module that makes such a call"]
+    declines: Annotated[list[str], "why no kernel takes it on this GPU, as code: text"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """All attention of the model one way, for one batch."""
+
+    forward_flops: Annotated[float, "floating-point operations of the matrix products, a multiply-add being two"]
+    backward_flops: Annotated[float, "the same for the gradients, recomputed scores included"]
+    forward_bytes: Annotated[float, "least traffic to GPU memory"]
+    backward_bytes: Annotated[float, "least traffic to GPU memory"]
+    forward_milliseconds: Annotated[float | None, "at the measured ceilings; without a kernel a lower bound"]
+    backward_milliseconds: Annotated[float | None, "the same for the backward"]
+    working_bytes: Annotated[float, "memory beside q, k, v and out in the forward of one layer"]
+    saved_bytes: Annotated[
+        float, "what training keeps of attention for the backward, all layers, beside q, k, v and out"
+    ]
+    forward_price: Annotated[float | None, "of one forward's attention"]
+    training_price: Annotated[float | None, "of one forward's and backward's attention"]
+    largest_batch: Annotated[int | None, "sequences of this context that fit, with weights and KV cache; 0: not one"]
+
+
+@dataclass(frozen=True)
+class ContextCost:
+    """One context length."""
+
+    context: Annotated[int, "tokens of a sequence"]
+    scores: Annotated[int, "entries of one head's full score matrix, context x context"]
+    score_matrix_bytes: Annotated[int, "its bytes in the model's dtype"]
+    visible: Annotated[float, "share of all heads' score matrices that the masks let through"]
+    kv_cache_bytes: Annotated[float, "keys and values of one sequence, windowed layers as long as their window"]
+    decode_milliseconds: Annotated[float | None, "reading that cache, which every next token of a sequence does"]
+    share_of_forward: Annotated[
+        float, "attention's share of the forward's FLOPs; the rest counts as 2 x active parameters x tokens"
+    ]
+    with_kernel: Annotated[Way, "tiled, the matrix never stored"]
+    without: Annotated[Way, "eager attention"]
+
+
+@dataclass(frozen=True)
+class CostReport:
+    """`flashpatch cost`."""
+
+    model: Annotated[str, "the model's class, or the name it was given by"]
+    dtype: Annotated[str, "dtype of q, k, v"]
+    batch: Annotated[int, "sequences at once"]
+    parameters: Annotated[int, "of the whole model"]
+    active_parameters: Annotated[int, "those a token is multiplied by: no looked-up embeddings, of experts the chosen"]
+    weights_bytes: Annotated[int, "of the whole model"]
+    ceilings: Annotated[Ceilings, "the GPU"]
+    price_per_gpu_hour: Annotated[float | None, "as given"]
+    layers: Annotated[list[LayerKind], "attention calls of one forward"]
+    other_layers: Annotated[dict[str, int], "token-mixing layers that are no attention, not counted here"]
+    undispatched: Annotated[list[str], "attention modules whose calls could not be seen, not counted here"]
+    contexts: Annotated[list[ContextCost], "one entry per context length"]
+    largest_context_with_kernel: Annotated[int | None, "tokens of one sequence that fit, in steps of 1024, up to 16M"]
+    largest_context_without: Annotated[int | None, "the same for eager attention"]
+    statement: Annotated[str, "how the compute grows, in sentences"]
+    notes: Annotated[list[str], "what the figures leave out"]
+
+
+# ---- the GPU ----
+
+
+@functools.lru_cache(maxsize=1)
+def _measured() -> dict:
+    return yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))["ceilings"]
+
+
+def ceilings(gpu: str, *, tflops=None, bandwidth=None, memory=None) -> tuple[Ceilings, dict]:
+    """A GPU's ceilings (TFLOP/s, TB/s, GiB where given) and the measured speeds of attention on it, {} if there are none."""
+    try:
+        device = planning.gpu(gpu)
+    except ValueError as error:
+        raise UnknownGpu(str(error)) from None
+    found = _measured().get(device.name, {})
+    own = not (tflops or bandwidth)
+    memory = memory or found.get("memory_gib")
+    return Ceilings(
+        device.name,
+        None if memory is None else memory * 2**30,
+        tflops or found.get("matmul_tflops"),
+        bandwidth or found.get("bandwidth_tb_s"),
+        bool(found) and own,
+    ), found.get("attention", {}) if own else {}
+
+
+def _attention_tflops(
+    speeds: dict, limits: Ceilings, head_dim: int, mask: str, seqlen: int, direction: int
+) -> float | None:
+    """Measured TFLOP/s of the padded head dim, at the nearest measured length below; unmeasured: the matrix product's."""
+    if not speeds:
+        return limits.matmul_tflops
+    sizes = sorted({int(key.split()[0]) for key in speeds})
+    padded = next((size for size in sizes if size >= head_dim), sizes[-1])
+    rows = speeds[f"{padded} {'full' if mask == 'full' else 'causal'}"]
+    length = max((length for length in rows if length <= seqlen), default=min(rows))
+    return rows[length][direction] * min(head_dim / padded, 1.0)
+
+
+# ---- counting ----
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, chunk: int | None = None) -> int:
+    """Scores that a mask lets through: rows aligned to the bottom right, `left` and `right` inclusive, -1 unlimited."""
+    row = numpy.arange(seqlen_q, dtype=numpy.int64) + (seqlen_k - seqlen_q)
+    first = numpy.zeros_like(row) if left < 0 else numpy.maximum(row - left, 0)
+    last = numpy.full_like(row, seqlen_k - 1) if right < 0 else numpy.minimum(row + right, seqlen_k - 1)
+    if chunk:
+        first = numpy.maximum(first, row // chunk * chunk)
+        last = numpy.minimum(last, row // chunk * chunk + chunk - 1)
+    return int(numpy.maximum(last - first + 1, 0).sum())
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What decides a call's cost; a length of None is the context's."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int | None
+    seqlen_k: int | None
+    left: int
+    right: int
+    chunk: int | None
+    problem: object
+    cached: bool  # the next token reads its keys and values again
+
+    @property
+    def follows(self) -> bool:
+        """Whether a longer context makes it longer."""
+        return self.seqlen_q is None or self.seqlen_k is None
+
+    @property
+    def mask(self) -> str:
+        if self.chunk:
+            return f"chunk {self.chunk}"
+        if self.left >= 0:
+            return f"window {self.left + 1}" if self.right == 0 else f"window {self.left}+{self.right}"
+        return "causal" if self.right == 0 else "full"
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        return self.seqlen_q or context, self.seqlen_k or context
+
+    def pairs(self, context: int) -> int:
+        return visible_pairs(*self.lengths(context), self.left, self.right, self.chunk)
+
+    def kept(self, context: int) -> int:
+        """Keys that a cache keeps for the next token."""
+        if not self.cached:
+            return 0
+        keys = self.lengths(context)[1]
+        limit = self.chunk or (self.left + 1 if self.left >= 0 else keys)
+        return min(keys, limit)
+
+
+def _kinds(facts: auditing.ModelFacts) -> dict[_Kind, list[str]]:
+    """The calls of one forward, alike ones together, with their modules."""
+    crosses = getattr(facts.config, "is_encoder_decoder", False)
+    chunk = getattr(facts.config, "attention_chunk_size", None)
+    kinds: dict[_Kind, list[str]] = {}
+    for call in facts.calls:
+        batch, rows, heads, head_dim = call.q_shape
+        keys = call.k_shape[1]
+        kind = _Kind(
+            heads * batch, call.k_shape[2] * batch, head_dim, call.v_shape[3], None if rows == facts.context else rows,
+            None if keys == facts.context else keys, *call.window,
+            chunk if "key_ranges" in call.problem.features else None, call.problem,
+            call.window[1] == 0 or "key_ranges" in call.problem.features
+            or (crosses and "encoder" not in call.path.split(".")),
+        )  # fmt: skip
+        kinds.setdefault(kind, []).append(call.path)
+    return kinds
+
+
+def _way(kinds: dict, context: int, batch: int, element: int, kernel: bool, limits: Ceilings, speeds: dict) -> dict:
+    """Totals over all calls of one forward, one way, for a batch."""
+    total: Counter = Counter()
+    milliseconds = [0.0, 0.0]
+    for kind, paths in kinds.items():
+        rows, keys = kind.lengths(context)
+        d, dv, hq, hkv = kind.head_dim, kind.head_dim_v, kind.heads_q, kind.heads_kv
+        full = rows * keys
+        pairs = kind.pairs(context) if kernel else full
+        q, out = rows * hq * d * element, rows * hq * dv * element
+        k, v = keys * hkv * d * element, keys * hkv * dv * element
+        statistics = 4 * rows * hq
+        flops = [2 * hq * pairs * (d + dv), 2 * hq * pairs * (3 * d + 2 * dv if kernel else 2 * d + 2 * dv)]
+        moved = [q + k + v + out + statistics, 2 * (q + k + v) + 2 * out + 2 * statistics]
+        working, saved = _working(kind, context, element, kernel)
+        if not kernel:
+            scores = hq * full
+            repeated = 0 if hq == hkv else keys * hq * (d + dv) * element
+            # q k^T written; * scale and + mask, each read and written; softmax, read and written in fp32; its cast, read and
+            # written; read for p v
+            moved[0] += scores * (8 * element + 8) + 2 * repeated - statistics
+            # dp written; cast to fp32, read and written; softmax's gradient, reads that and p in fp32, written; * scale, read
+            # and written; p read for dv, ds for dq and for dk
+            moved[1] += scores * (8 * element + 12) + 2 * repeated - 2 * statistics
+        for name, value in (
+            ("forward_flops", flops[0]), ("backward_flops", flops[1]), ("forward_bytes", moved[0]),
+            ("backward_bytes", moved[1]), ("saved_bytes", saved),
+        ):  # fmt: skip
+            total[name] += value * len(paths) * batch
+        total["working_bytes"] = max(total["working_bytes"], working * batch)
+        for direction in (0, 1):
+            rate = limits.matmul_tflops
+            if kernel:
+                rate = _attention_tflops(speeds, limits, max(d, dv), kind.mask, rows, direction)
+            if rate is None or limits.bandwidth_tb_s is None:
+                milliseconds[direction] = math.nan
+            else:
+                # arithmetic and traffic overlap within a kernel; eager attention's elementwise passes overlap with nothing
+                seconds = (flops[direction] / rate / 1e12, moved[direction] / limits.bandwidth_tb_s / 1e12)
+                own = max(seconds) if kernel else sum(seconds)
+                milliseconds[direction] += own * 1e3 * len(paths) * batch
+    unknown = math.isnan(sum(milliseconds))
+    return {
+        **{name: float(value) for name, value in total.items()},
+        "forward_milliseconds": None if unknown else milliseconds[0],
+        "backward_milliseconds": None if unknown else milliseconds[1],
+    }
+
+
+def _cache_bytes(kinds: dict, context: int, element: int) -> float:
+    per_call = (
+        len(paths) * kind.kept(context) * kind.heads_kv * (kind.head_dim + kind.head_dim_v) * element
+        for kind, paths in kinds.items()
+    )
+    return float(sum(per_call))
+
+
+def _working(kind: _Kind, context: int, element: int, kernel: bool) -> tuple[float, float]:
+    """Memory beside q, k, v and out of one call: while it runs, and kept for its backward."""
+    rows, keys = kind.lengths(context)
+    if kernel:
+        statistics = 4 * rows * kind.heads_q
+        return statistics, statistics
+    scores = kind.heads_q * rows * keys
+    # repeated keys and values are written out for every query head
+    alike = kind.heads_q == kind.heads_kv
+    repeated = 0 if alike else keys * kind.heads_q * (kind.head_dim + kind.head_dim_v) * element
+    return scores * (2 * element + 4) + repeated, scores * (element + 4) + repeated
+
+
+def _largest_batch(kinds, context: int, element: int, kernel: bool, limits: Ceilings, weights: int) -> int | None:
+    if limits.memory_bytes is None:
+        return None
+    each = _cache_bytes(kinds, context, element) + max(
+        (_working(kind, context, element, kernel)[0] for kind in kinds), default=0.0
+    )
+    return max(int((limits.memory_bytes - weights) // each), 0) if each else None
+
+
+def _largest_context(kinds, element: int, kernel: bool, limits: Ceilings, weights: int) -> int | None:
+    """The most tokens, in steps of 1024, of which one sequence fits; by bisection, for what it needs only grows."""
+    if limits.memory_bytes is None or not any(kind.follows for kind in kinds):
+        return None
+    low, high = 0, 1 << 14  # in steps: 16M tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (
+            (middle, high)
+            if _largest_batch(kinds, middle * 1024, element, kernel, limits, weights)
+            else (low, middle - 1)
+        )
+    return low * 1024
+
+
+# ---- the report ----
+
+
+def cost(
+    model,
+    *,
+    gpu: str = "h200",
+    contexts: tuple[int, ...] = (8192, 131072, 1048576),
+    batch: int = 1,
+    dtype: str | None = None,
+    price_per_gpu_hour: float | None = None,
+    tflops: float | None = None,
+    bandwidth: float | None = None,
+    memory: float | None = None,
+    **load,
+) -> CostReport:
+    """What attention of `model` (a module, a configuration, a hub id or a folder) costs at each context length.
+
+    `tflops`, `bandwidth` (TB/s) and `memory` (GiB) stand for a GPU that nobody measured, or replace what was.
+    Raises UnknownGpu, models.ModelError.
+    """
+    limits, speeds = ceilings(gpu, tflops=tflops, bandwidth=bandwidth, memory=memory)
+    facts = auditing.facts(model, dtype=dtype, **load)
+    kinds = _kinds(facts)
+    if kinds and not any(kind.follows for kind in kinds):
+        contexts = (max(kind.seqlen_q for kind in kinds),)
+    element_type = next((kind.problem.dtype for kind in kinds), dtype or "bfloat16")
+    element = ELEMENT_BYTES[element_type]
+    device = planning.gpu(gpu)
+    price = None if price_per_gpu_hour is None else price_per_gpu_hour / 3.6e6  # of a millisecond
+    found = []
+    for context in contexts:
+        ways = []
+        for kernel in (True, False):
+            way = _way(kinds, context, batch, element, kernel, limits, speeds)
+            forward, backward = way["forward_milliseconds"], way["backward_milliseconds"]
+            known = price is not None and forward is not None
+            defaults = dict.fromkeys(("forward_flops", "backward_flops", "forward_bytes", "backward_bytes"), 0.0)
+            ways.append(
+                Way(**{
+                    **defaults, "working_bytes": 0.0, "saved_bytes": 0.0, **way,
+                    "forward_price": price * forward if known else None,
+                    "training_price": price * (forward + backward) if known else None,
+                    "largest_batch": _largest_batch(kinds, context, element, kernel, limits, facts.parameter_bytes),
+                })
+            )  # fmt: skip
+        cache = _cache_bytes(kinds, context, element)
+        squares = sum(len(p) * k.heads_q * math.prod(k.lengths(context)) for k, p in kinds.items())
+        seen = sum(len(p) * k.heads_q * k.pairs(context) for k, p in kinds.items())
+        own = ways[0].forward_flops
+        rest = 2.0 * facts.active_parameters * context * batch
+        found.append(
+            ContextCost(
+                context,
+                context * context,
+                context * context * element,
+                seen / squares if squares else 0.0,
+                cache,
+                None if limits.bandwidth_tb_s is None else cache / limits.bandwidth_tb_s / 1e9,
+                own / (own + rest) if own + rest else 0.0,
+                *ways,
+            )
+        )
+    layers = []
+    for kind, paths in kinds.items():
+        decision = planning.resolve(kind.problem, device)
+        reasons = [f"{r.code}: {r.text}" for r in decision.reasons] if isinstance(decision, Decline) else []
+        layers.append(
+            LayerKind(
+                len(paths), kind.mask, kind.heads_q, kind.heads_kv, kind.head_dim, kind.head_dim_v, kind.seqlen_q,
+                kind.seqlen_k, paths[0], reasons,
+            )
+        )  # fmt: skip
+    listed = getattr(facts.config, "layer_types", None) or getattr(facts.config, "layers_block_type", None) or ()
+    others = Counter(name for name in listed if "attention" not in name or name == "linear_attention")
+    return CostReport(
+        model if isinstance(model, str) else type(model).__name__,
+        element_type,
+        batch,
+        facts.parameters,
+        facts.active_parameters,
+        facts.parameter_bytes,
+        limits,
+        price_per_gpu_hour,
+        layers,
+        dict(others),
+        facts.undispatched,
+        found,
+        _largest_context(kinds, element, True, limits, facts.parameter_bytes),
+        _largest_context(kinds, element, False, limits, facts.parameter_bytes),
+        _statement(found, kinds),
+        _notes(kinds, limits, speeds, facts.config, contexts),
+    )
+
+
+def _statement(found: list[ContextCost], kinds: dict) -> str:
+    if not kinds:
+        return "No attention call was seen, so there is nothing to count."
+    if not any(kind.follows for kind in kinds):
+        return "The lengths of every call are the model's own (an image's patches), so a context changes nothing."
+    text = (
+        "Attention's compute is quadratic in the context wherever a layer sees all of it: twice the context is four times "
+        "the work. A kernel keeps the N x N matrix out of memory; it does not save its products."
+    )
+    windowed = sum(len(paths) for kind, paths in kinds.items() if kind.chunk or kind.left >= 0)
+    total = sum(map(len, kinds.values()))
+    if windowed:
+        text += f" {windowed} of {total} calls have a window or chunk, whose work grows with the context and no faster."
+    if len(found) > 1 and found[0].with_kernel.forward_flops:
+        longer = found[-1].context / found[0].context
+        work = found[-1].with_kernel.forward_flops / found[0].with_kernel.forward_flops
+        text += f" Here {_rounded(longer)} times the context is {_rounded(work)} times the forward's FLOPs."
+    return text
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts) -> list[str]:
+    if not kinds:
+        return []
+    notes = [
+        "Memory that must fit: weights, KV cache, and attention's own of one layer. Other activations are not counted.",
+        "Without a kernel, times and bytes are the least eager attention can take: each pass at full bandwidth.",
+    ]
+    if limits.matmul_tflops is None or limits.bandwidth_tb_s is None:
+        notes.append(
+            f"Nobody measured a {limits.gpu}; give --tflops, --bandwidth and --memory for times, money and fit."
+        )
+    elif not speeds:
+        notes.append(
+            "Times are at the given ceilings as if attention reached the matrix product's; expect it to take longer."
+        )
+    if any(not kind.chunk and "key_ranges" in kind.problem.features for kind in kinds):
+        notes.append("Ranges of keys that the inputs decide (documents, padding) count as if every key were seen.")
+    if speeds and any(kind.chunk or kind.left >= 0 for kind in kinds):
+        notes.append("Windows and chunks are timed at the rate of causal calls of that length; they reach less.")
+    if getattr(config, "kv_lora_rank", None):
+        notes.append(
+            "The KV cache is transformers' own, of expanded keys and values; engines that keep the latent need less."
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and max(contexts) > positions:
+        notes.append(f"The configuration has positions for {positions} tokens; what is longer is counted all the same.")
+    return notes
