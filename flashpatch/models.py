@@ -312,7 +312,10 @@ class _Inputs:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
     def text_config(self):
-        return self.config.get_text_config()
+        try:
+            return self.config.get_text_config()
+        except ValueError:  # it has two: input_ids are the encoder's
+            return self.config.get_text_config(encoder=True)
 
     def tokens(self, length: int) -> torch.Tensor:
         """Ordinary tokens: none that the config gives a special meaning."""

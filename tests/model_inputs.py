@@ -376,7 +376,10 @@ SPECIAL = {
         "input_values": maker.noise(2, maker.config.max_length, maker.config.num_mel_bins)
     },
     "audioflamingo3_encoder": lambda maker: _mel_first(2 * maker.config.max_source_positions, "input_features_mask")(maker),
-    "dia_decoder": _codebooks("num_channels", last=True),
+    "dia_decoder": lambda maker: {
+        **_codebooks("num_channels", last=True)(maker),
+        "encoder_hidden_states": maker.noise(2, 9, maker.config.cross_hidden_size),
+    },
     "idefics": lambda maker: {
         "input_ids": maker.tokens(12), "pixel_values": maker.noise(2, 2, 3, 32, 32),
         "image_attention_mask": torch.ones(2, 12, 2, dtype=torch.long),
@@ -398,6 +401,10 @@ SPECIAL = {
         "noise_embeds": maker.noise(2, 8, maker.config.hidden_size), "context_hidden_states": maker.noise(2, 16, maker.config.hidden_size),
         "attention_mask": torch.ones(2, 24, dtype=torch.long),
     },
+    **dict.fromkeys(("musicgen", "musicgen_melody"), lambda maker: {
+        "input_ids": maker.tokens(12),
+        "decoder_input_ids": torch.randint(3, 100, (2 * maker.config.decoder.num_codebooks, 10), generator=maker.generator),
+    }),
     "musicgen_decoder": _codebooks("num_codebooks"),
     "musicgen_melody_decoder": _codebooks("num_codebooks"),
     "patchtsmixer": _channels,
@@ -443,7 +450,7 @@ def variants(model, inputs: dict):
             continue  # an image's place cannot be padding
         mask[1, pads] = 0
         tokens = inputs["input_ids"].clone()
-        tokens[1, pads] = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+        tokens[1, pads] = getattr(models._Inputs(model, 1, 1, 0).text_config(), "pad_token_id", None) or 0
         padded = {**inputs, "input_ids": tokens, "attention_mask": mask}
         if "decoder_input_ids" in inputs and "decoder_attention_mask" in takes and side == "right":
             padded["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])

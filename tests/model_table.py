@@ -3,6 +3,8 @@
     python tests/model_table.py                 every type that tests/evidence/models.json has no row for yet
     python tests/model_table.py llama t5        these types, anew
     python tests/model_table.py --again differs these outcomes, anew (several: --again differs,unbuilt)
+    python tests/model_table.py --emulate       these types' kernels: of the types that are equal the EMULATED quickest, in bf16 and
+                                                strict (a decline is an error), forward and backward on the CPU emulator
     python tests/model_table.py --page          write tests/evidence/models.md, the table for people
 
 One process per type with a time and a memory limit, so a crash costs one row. A row says what was compared: outputs,
@@ -36,6 +38,7 @@ TABLE = ROOT / "evidence" / "models.json"
 SECONDS, MEMORY = 150, 10 << 30
 LENGTH = 12
 NEAR = 2.0  # of a bound on rounding
+EMULATED = 60  # types whose kernels run too
 MOST_PARAMETERS = 20_000_000  # of a model whose widths cannot be made small
 OUTCOMES = ("equal", "declined", "unbuilt", "differs")
 
@@ -104,21 +107,20 @@ def row_of(model_type: str, *, kernels: bool = False) -> dict:
 def built(model_type: str, seed: int = 0):
     """(model, inputs, how) on which eager attention runs: the first way of shrinking and class that does.
 
-    A part that has no model of its own comes in the model it is a part of.
+    A part that has no model of its own, or none that runs, comes in the model it is a part of.
     """
     import shrinking
 
     try:
         return _built(model_type, seed)
-    except Unbuilt as failure:
-        if str(failure) != NO_CLASS:
-            raise
-    for whole in shrinking.wholes(model_type):
-        model, inputs, how = _built(whole, seed)
-        return model, inputs, f"{how}, {PART}{whole}"
-    raise Unbuilt(NO_CLASS)
+    except Unbuilt:
+        for whole in shrinking.wholes(model_type):
+            model, inputs, how = _built(whole, seed)
+            return model, inputs, f"{how}, {PART}{whole}"
+        raise
 
 
+NOT_RUN = "no forward has brought it to flashpatch"
 NO_CLASS, PART = "no model class", "of which it is a part: "
 
 
@@ -201,7 +203,10 @@ def compare(model_type: str, model, inputs: dict, row: dict) -> None:
             row["kernels"] = sum(bool(module.kernels) for module in modules)
             if report.declined or not (row["dispatched"] or report.error):
                 row["outcome"] = "declined"
-                row["reason"] = report.error or "; ".join(row["left_alone"]) or "no attention module"
+                none = "no attention module" + (" reads its config" if PART in row["built"] else "")
+                row["reason"] = report.error or "; ".join(row["left_alone"]) or none
+                if modules and all(NOT_RUN in reason for reason in row["left_alone"]):
+                    row["outcome"], row["reason"] = "unbuilt", "on these inputs the model does not run its attention"
                 return
     for name, check in (("packed", model_inputs.packed), ("generate", model_inputs.generated)):
         try:
@@ -270,11 +275,29 @@ def _verdict(report) -> str:
     )
 
 
+def on_kernels(model_type: str) -> dict:
+    """The plain batch once more, on the emulated kernels. `emulated` becomes a part of the type's row."""
+    import model_inputs
+
+    from flashpatch import model_verification
+
+    os.environ |= {"FLASHPATCH_EMULATE": "1", "FLASHPATCH_STRICT": "1"}
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(50)
+    model, inputs, _ = built(model_type)
+    _, inputs = next(model_inputs.variants(model, inputs))
+    report = model_verification.verify_model(model.bfloat16(), inputs)
+    kernels = sorted({kernel for module in report.modules for kernel in module.kernels})
+    modules = sum(bool(module.kernels) for module in report.modules)
+    return {"emulated": f"{_verdict(report)}, {modules} of {len(report.modules)} modules on {', '.join(kernels) or 'no kernel'}"}
+
+
 # ---- one process per type ----
 
 
-def in_a_process(model_type: str) -> dict:
-    """`row_of` in a child with limits; whatever happens to it becomes the row."""
+def in_a_process(model_type: str, work=row_of) -> dict:
+    """`work` in a child with limits; whatever happens to it becomes the row."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -288,7 +311,7 @@ def in_a_process(model_type: str) -> dict:
                 if not os.environ.get("MODEL_TABLE_TRACE"):
                     os.dup2(nothing.fileno(), 2)
             try:
-                row = row_of(model_type)
+                row = work(model_type)
             except BaseException as failure:
                 row = {"outcome": "unbuilt", "reason": f"the comparison failed: {_brief(failure)}"}
                 if os.environ.get("MODEL_TABLE_TRACE"):
@@ -308,6 +331,12 @@ def in_a_process(model_type: str) -> dict:
         return json.loads(answer)
     ended = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
     return {"outcome": "unbuilt", "reason": f"its process ended with {ended} (limits: {SECONDS} s, {MEMORY >> 30} GiB)"}
+
+
+def _quickest(rows: dict) -> list[str]:
+    """The types whose kernels run: equal, every attention module dispatched, the quickest first."""
+    whole = [name for name, row in rows.items() if row["outcome"] == "equal" and row["dispatched"] == row["modules"]]
+    return [name for name in sorted(whole, key=lambda name: rows[name]["seconds"])[:EMULATED] if "emulated" not in rows[name]]
 
 
 def read_table() -> dict:
@@ -376,6 +405,14 @@ def main(arguments: list[str]) -> None:
         return
     types = shrinking.dispatching_types()
     table["rows"] = {name: row for name, row in table["rows"].items() if name in types}
+    if arguments[:1] == ["--emulate"]:
+        for name in arguments[1:] or _quickest(table["rows"]):
+            row = in_a_process(name, on_kernels)
+            table = read_table()
+            table["rows"][name]["emulated"] = row.get("emulated") or f"not comparable: {row['reason']}"
+            write_table(table)
+            print(f"{name}: {table['rows'][name]['emulated']}", flush=True)
+        return
     if arguments[:1] == ["--again"]:
         wanted = [name for name, row in table["rows"].items() if row["outcome"] in arguments[1].split(",")]
     else:
@@ -383,6 +420,8 @@ def main(arguments: list[str]) -> None:
     for name in wanted:
         row = in_a_process(name)
         table = read_table()
+        if emulated := table["rows"].get(name, {}).get("emulated"):
+            row["emulated"] = emulated
         table["rows"][name] = row
         write_table(table)
         print(f"{name}: {row['outcome']} {row.get('reason', '')[:300]}", flush=True)

@@ -633,11 +633,22 @@ EXCEPTIONS: dict[str, dict] = {
 
 def build(cls: type, config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
     """The model in fp32 and eval mode, with eager attention and weights large enough for attention to matter."""
+    if config.model_type == "qwen2_5_omni_dit":
+        transformers.AttentionInterface.register("eager", _eager_attention)  # it has none of its own
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls._from_config(config, attn_implementation="eager", experts_implementation="eager").float().eval()
         energise(model)
     return model
+
+
+def _eager_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
 def parameters(cls: type, config: PreTrainedConfig) -> int:
