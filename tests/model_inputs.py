@@ -292,7 +292,7 @@ def _semantic(maker):
 
 
 SPECIAL = {
-    **dict.fromkeys(("d_fine", "pp_doclayout_v2", "pp_doclayout_v3", "rt_detr", "rt_detr_v2", "rt_detr_resnet"), _picture(96, 1e-3)),
+    **dict.fromkeys(("d_fine", "deimv2", "pp_doclayout_v2", "pp_doclayout_v3", "rt_detr", "rt_detr_v2", "rt_detr_resnet"), _picture(96, 1e-3)),
     "florence_vision": lambda maker: {"hidden_states": maker.noise(2, 3, 64, 64)},
     "fun_asr_nano_encoder": _mel_second(112, 16, mask="input_features_mask"),
     "inkling_vision": lambda maker: {"pixel_values": maker.noise(4, 2, 8, 8, 3)},
@@ -311,6 +311,10 @@ SPECIAL = {
         "quantized_code": torch.randint(0, 100, (2, 12), generator=maker.generator),
         "time_step": torch.tensor(0.5), "apply_cfg": False,
     },
+    **dict.fromkeys(
+        ("pp_ocrv5_server_rec", "pp_ocrv6_small_rec"), lambda maker: {"pixel_values": maker.noise(2, 3, 48, 64)}
+    ),
+    "pp_ocrv5_mobile_rec": lambda maker: {"pixel_values": maker.noise(2, 3, 96, 64)},
     "edgetam": _picture(64),
     "sam2": _picture(64),
     "edgetam_vision_model": _picture(64),
@@ -452,8 +456,9 @@ def variants(model, inputs: dict):
         tokens = inputs["input_ids"].clone()
         tokens[1, pads] = getattr(models._Inputs(model, 1, 1, 0).text_config(), "pad_token_id", None) or 0
         padded = {**inputs, "input_ids": tokens, "attention_mask": mask}
-        if "decoder_input_ids" in inputs and "decoder_attention_mask" in takes and side == "right":
-            padded["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
+        written = inputs.get("decoder_input_ids", tokens[:0])
+        if "decoder_attention_mask" in takes and side == "right" and len(written) == len(tokens):
+            padded["decoder_attention_mask"] = torch.ones_like(written)
             padded["decoder_attention_mask"][1, -2:] = 0
         if hasattr(model, "get_text_features"):
             # pooled at the first end-of-text token (or the largest one): let it be the last real token

@@ -87,7 +87,7 @@ _DEPTHS = [
 ]
 DEFAULT = object()  # an exception's word for "leave this field as it is"
 _TOKEN = re.compile(r".*_token_(id|index)|.*_token_id_.*")
-_STAGES = {"depths", "stage_out_channels", "stage_channels"}  # fields of models made of stages, whose number stays
+_STAGES = {"depths", "stage_out_channels", "block_configs"}  # fields of models made of stages, whose number stays
 _LAYER_INDICES = re.compile(r".*(index|indexes|indices|_layers|layer_ids?|_layer|layers_to_.*)$")
 
 
@@ -221,8 +221,8 @@ def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrain
         if "model_type" in nested:
             settings[name] = _shrink(CONFIG_MAPPING[nested["model_type"]], tokens, widths, _but(nested, "model_type"))
         elif isinstance(inner, PreTrainedConfig):
-            if _STAGES & inner.__dict__.keys() and isinstance(getattr(inner, "_out_indices", None), list):
-                nested = {"out_indices": inner._out_indices, **nested}
+            if _STAGES & inner.__dict__.keys():
+                nested = {**_stages(inner), **nested}
             settings[name] = _shrink(type(inner), tokens, widths, nested)
     settings.update(
         {
@@ -239,6 +239,17 @@ def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrain
     except TypeError:  # some take their parts as dicts only
         parts = {name: part.to_dict() for name, part in settings.items() if isinstance(part, PreTrainedConfig)}
         return cls(**settings | parts)
+
+
+def _stages(backbone: PreTrainedConfig) -> dict:
+    """How a whole sets its backbone of stages, beyond that type's own defaults: lists with an entry for each stage."""
+    plain, found = type(backbone)(), {}
+    for name, value in backbone.__dict__.items():
+        if isinstance(value, (list, tuple)) and not name.startswith("_") and value != getattr(plain, name, value):
+            found[name] = value
+    if isinstance(getattr(backbone, "_out_indices", None), list):
+        found["out_indices"] = backbone._out_indices
+    return {name: value for name, value in found.items() if name not in ("stage_names", "out_features")}
 
 
 def _field(cls, name, value, kept, tokens, widths, default):
@@ -499,7 +510,7 @@ EXCEPTIONS: dict[str, dict] = {
     "lasr_ctc": {"encoder_config": {"num_mel_bins": 80}},
     "lasr_encoder": {"num_mel_bins": 16},
     **dict.fromkeys(
-        ("d_fine", "pp_doclayout_v2", "pp_doclayout_v3", "rt_detr", "rt_detr_v2"), {"decoder_in_channels": [WIDTH] * 3}
+        ("d_fine", "deimv2", "pp_doclayout_v2", "pp_doclayout_v3", "rt_detr", "rt_detr_v2"), {"decoder_in_channels": [WIDTH] * 3}
     ),
     "instructblip": {"image_token_index": 5, "num_query_tokens": 4},
     "instructblipvideo": {"video_token_index": 5, "num_query_tokens": 4},
@@ -533,6 +544,7 @@ EXCEPTIONS: dict[str, dict] = {
     ),
     "sam2": {"prompt_encoder_config": _SAM2_PROMPT, "mask_decoder_config": _SAM2_MASK},
     "sam3_vision_model": {"fpn_hidden_size": WIDTH},
+    "sam3_lite_text_text_model": {"num_hidden_layers": 4},
     "sam3_tracker": {
         "vision_config": {
             "backbone_feature_sizes": [[56, 56], [28, 28], [14, 14]],
