@@ -145,6 +145,8 @@ def _choice(choice) -> list[str]:
 def _every(auditing, model: str, html, svg, strict, dtype, as_json, load) -> int:
     from . import picture
 
+    for option, path in (("--html", html), ("--svg", svg)):
+        rendering.must_have_folder(option, path)
     with models.translated():
         report = auditing.grid(model, dtype=dtype, **load)
     declined = strict and any(square.status == "fallback" for square in report.squares)

@@ -24,7 +24,7 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @click.option("--odd", is_flag=True, help="Instead: one sequence with few key heads, and windows.")
 @click.option("--eager", is_flag=True, help="Time eager attention too, which holds the whole score matrix.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
-@options.dtype("float16 or bfloat16 (default).")
+@options.dtype("float16, bfloat16 (default) or float32.")
 @click.option("--features", is_flag=True, help="Time instead what each feature costs over the plain kernel.")
 @roofline.options
 @options.as_json
@@ -42,11 +42,12 @@ def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
 
     if not torch.cuda.is_available():
         raise Fault("bench needs an NVIDIA GPU, and torch sees none; `flashpatch audit` says more", MISSING)
-    if dtype not in (None, "float16", "bfloat16"):
-        raise Fault(f"--dtype {dtype}: bench times float16 and bfloat16, the dtypes kernels take", USAGE)
+    if dtype not in (None, "float16", "bfloat16", "float32"):
+        raise Fault(f"--dtype {dtype}: bench times float16, bfloat16 and float32, the dtypes kernels take", USAGE)
     if features:
         _time_features(head_dims, rounds, getattr(torch, dtype or "bfloat16"), as_json)
-    variants = ("flashpatch", *benchmarking.peers(), *(("eager",) if eager else ()))
+    peers = benchmarking.peers(getattr(torch, dtype or "bfloat16"))
+    variants = ("flashpatch", *peers, *(("eager",) if eager else ()))
     shapes = benchmarking.odd_shapes() if odd else benchmarking.standard_shapes(head_dims, seqlens)
     with rendering.progress("bench") as advance:
         report = benchmarking.bench(

@@ -106,6 +106,8 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _number(value: float) -> str:
+    if value >= 1 << 20 and value % (1 << 20) == 0:
+        return f"{value / (1 << 20):.0f}M"
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:.0f}k"
     if value >= 1e6:

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import click
 
-from . import models, options, rendering
+from . import charts, models, options, rendering
 from .rendering import DECLINED, HOLDS, USAGE, Fault
 
 _SUFFIXES = {"k": 1024, "m": 1024**2}
@@ -52,10 +52,11 @@ class _Contexts(click.ParamType):
 @click.option("--memory", type=click.FloatRange(min=0, min_open=True), help="Memory of the GPU, GiB.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that MODEL brings along.")
 @options.dtype("The model's dtype; default: its configuration's.")
+@click.option("--html", metavar="FILE", help="Also write it as one page with charts.")
 @options.as_json
 @options.json_schema("costing.CostReport")
 def command(
-    model, gpu, contexts, batch, price_per_gpu_hour, tflops, bandwidth, memory, trust_remote_code, dtype, as_json
+    model, gpu, contexts, batch, price_per_gpu_hour, tflops, bandwidth, memory, trust_remote_code, dtype, html, as_json
 ):
     """Count what attention costs MODEL (hub id or folder) forward and backward: FLOPs, bytes, memory, time, money.
 
@@ -67,8 +68,9 @@ def command(
     \b
     flashpatch cost MODEL --gpu h200 --context 8k,128k,1M --price-per-gpu-hour 3.50
     """
-    from flashpatch import costing
+    from flashpatch import auditing, costing
 
+    rendering.must_have_folder("--html", html)
     models.quiet()
     try:
         with models.translated():
@@ -76,9 +78,17 @@ def command(
                 model, gpu=gpu, contexts=contexts, batch=batch, dtype=dtype, price_per_gpu_hour=price_per_gpu_hour,
                 tflops=tflops, bandwidth=bandwidth, memory=memory, trust_remote_code=trust_remote_code,
             )  # fmt: skip
-    except costing.UnknownGpu as error:
+    except auditing.UnknownGpu as error:
         raise Fault(str(error), USAGE) from None
     code = DECLINED if report.undispatched or not report.layers else HOLDS
+    if html:
+        from . import html as pages
+
+        values = {"summary": _summary(report), "tables": _tables(report), "sentences": _sentences(report)}
+        title = f"{report.model}: what attention costs"
+        pages.write(
+            html, "cost.html.jinja", title=title, report=report, drawings=_drawings(report), sizes=_size, **values
+        )
     if as_json:
         rendering.emit_json(report, code)
     else:
@@ -87,77 +97,93 @@ def command(
 
 
 def _print(report) -> None:
-    click.echo(
+    click.echo(_summary(report))
+    for title, columns, rows in _tables(report):
+        rendering.table(columns, rows, title)
+    for sentence in _sentences(report):
+        click.echo(sentence)
+
+
+def _summary(report) -> str:
+    return (
         f"{report.model}: {report.parameters / 1e9:.3g} B parameters, {_size(report.weights_bytes)} of weights, attention in "
         f"{report.dtype}, batch {report.batch}, on {report.ceilings.gpu}."
     )
-    rows = [
+
+
+def _sentences(report) -> list[str]:
+    found = [f"no attention, not counted: {count} layers of {name}" for name, count in report.other_layers.items()]
+    if report.undispatched:
+        found.append(f"not counted, their calls could not be seen: {', '.join(report.undispatched[:5])}")
+    if report.largest_context_with_kernel is not None:
+        fits = f"{_tokens(report.largest_context_with_kernel)} with a kernel, {_tokens(report.largest_context_without)} without"
+        found.append(f"Largest context of one sequence that fits {_size(report.ceilings.memory_bytes)}: {fits}.")
+    return [*found, report.statement, *report.notes]
+
+
+def _tables(report) -> list[tuple[str, list[str], list[list]]]:
+    """Title, columns and rows of each table; none without attention."""
+    if not report.layers:
+        return []
+    calls = [
         [layer.count, layer.mask, f"{layer.num_heads_q} / {layer.num_heads_kv}",
          layer.head_dim if layer.head_dim == layer.head_dim_v else f"{layer.head_dim} / {layer.head_dim_v}",
          f"{layer.seqlen_q or 'context'} x {layer.seqlen_k or 'context'}", layer.example,
          "yes" if not layer.declines else "; ".join(layer.declines)]
         for layer in report.layers
     ]  # fmt: skip
-    columns = ["calls", "mask", "heads q / kv", "head dim", "rows x keys", "for example", "kernel on this GPU"]
-    if rows:
-        rendering.table(columns, rows, "Attention calls of one forward")
-    for name, count in report.other_layers.items():
-        click.echo(f"no attention, not counted: {count} layers of {name}")
-    if report.undispatched:
-        click.echo(f"not counted, their calls could not be seen: {', '.join(report.undispatched[:5])}")
-    if report.layers:
-        _print_contexts(report)
-    click.echo(report.statement)
-    for note in report.notes:
-        click.echo(note)
-
-
-def _print_contexts(report) -> None:
     price = report.price_per_gpu_hour is not None
-    rows = []
-    for cost in report.contexts:
-        for label, way in (("kernel", cost.with_kernel), ("eager", cost.without)):
-            rows.append([
-                _tokens(cost.context), label,
-                *(_count(value, "FLOP") for value in (way.forward_flops, way.backward_flops)),
-                *map(_size, (way.forward_bytes, way.backward_bytes)),
-                *map(_time, (way.forward_milliseconds, way.backward_milliseconds)),
-                _size(way.working_bytes), _size(way.saved_bytes),
-                "-" if way.largest_batch is None else way.largest_batch,
-                *([_money(way.forward_price), _money(way.training_price)] if price else []),
-            ])  # fmt: skip
-    columns = [
-        "context",
-        "",
-        "forward",
-        "backward",
-        "moved fwd",
-        "moved bwd",
-        "time fwd",
-        "time bwd",
-        "memory",
-        "kept",
-        "batch fits",
-    ]
-    rendering.table(columns + (["price fwd", "price fwd+bwd"] if price else []), rows, "All attention of one pass")
-    rows = [
+    ways = [
+        [_tokens(cost.context), label,
+         *(_count(value, "FLOP") for value in (way.forward_flops, way.backward_flops)),
+         *map(_size, (way.forward_bytes, way.backward_bytes)),
+         *map(_time, (way.forward_milliseconds, way.backward_milliseconds)),
+         _size(way.working_bytes), _size(way.saved_bytes), "-" if way.largest_batch is None else way.largest_batch,
+         *([_money(way.forward_price), _money(way.training_price)] if price else [])]
+        for cost in report.contexts
+        for label, way in (("kernel", cost.with_kernel), ("eager", cost.without))
+    ]  # fmt: skip
+    sequences = [
         [_tokens(cost.context), f"{cost.scores / 1e6:,.1f} M", _size(cost.score_matrix_bytes), f"{cost.visible:.1%}",
          _size(cost.kv_cache_bytes), _time(cost.decode_milliseconds), f"{cost.share_of_forward:.0%}"]
         for cost in report.contexts
     ]  # fmt: skip
-    columns = [
-        "context",
-        "scores a head",
-        "one matrix",
-        "seen",
-        "KV cache",
-        "reading it, a token",
-        "share of the forward's FLOPs",
-    ]
-    rendering.table(columns, rows, "One sequence")
-    if report.largest_context_with_kernel is not None:
-        fits = f"{_tokens(report.largest_context_with_kernel)} with a kernel, {_tokens(report.largest_context_without)} without"
-        click.echo(f"Largest context of one sequence that fits {_size(report.ceilings.memory_bytes)}: {fits}.")
+    pass_columns = [
+        "context", "attention", "forward", "backward", "moved fwd", "moved bwd", "time fwd", "time bwd", "memory", "kept",
+        "batch fits", *(["price fwd", "price fwd+bwd"] if price else []),
+    ]  # fmt: skip
+    return [
+        (
+            "Attention calls of one forward",
+            ["calls", "mask", "heads q / kv", "head dim", "rows x keys", "for example", "kernel on this GPU"],
+            calls,
+        ),
+        ("All attention of one pass", pass_columns, ways),
+        (
+            "One sequence",
+            ["context", "scores a head", "one matrix", "seen", "KV cache", "reading it, a token", "share of the forward's FLOPs"],
+            sequences,
+        ),
+    ]  # fmt: skip
+
+
+def _drawings(report) -> list[str]:
+    """Forward time (FLOPs where nobody measured the GPU) and memory over the context, with a kernel and without."""
+    timed = all(cost.with_kernel.forward_milliseconds is not None for cost in report.contexts)
+    figures = {
+        ("Attention's forward, ms" if timed else "Attention's forward, TFLOP", "ms" if timed else "TFLOP"): (
+            (lambda way: way.forward_milliseconds) if timed else (lambda way: way.forward_flops / 1e12)
+        ),
+        ("Memory beside q, k, v and out, one layer, GiB", "GiB"): lambda way: way.working_bytes / 2**30,
+    }
+    drawn = []
+    for (title, unit), value in figures.items():
+        series = {
+            label: [(cost.context, number) for cost in report.contexts if (number := value(getattr(cost, name)))]
+            for label, name in (("with a flash kernel", "with_kernel"), ("eager", "without"))
+        }
+        drawn.append(charts.lines(title, "context, tokens", unit, series))
+    return [drawing for drawing in drawn if drawing]
 
 
 def _tokens(tokens: int) -> str:

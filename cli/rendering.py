@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
@@ -22,6 +23,12 @@ class Fault(click.ClickException):
 
     def show(self, file=None):
         click.echo(f"flashpatch: {self.format_message()}", file=file or sys.stderr)
+
+
+def must_have_folder(option: str, path: str | None) -> None:
+    """Before long work: where its result is to be written."""
+    if path and path != "-" and not Path(path).resolve().parent.is_dir():
+        raise Fault(f"{option} {path}: there is no folder {Path(path).resolve().parent}", USAGE)
 
 
 def table(columns: list[str], rows: list[list], title: str = "", stream=None) -> None:

@@ -44,6 +44,8 @@ def report(model, full, tokens, device, html, svg, *, head_dims, seqlens, rounds
 
     from flashpatch import roofline
 
+    for option, path in (("--html", html), ("--svg", svg)):
+        rendering.must_have_folder(option, path)
     models.quiet()
     usable = torch.version.cuda is not None and torch.cuda.is_available()
     device = device or ("cuda" if usable else "cpu")

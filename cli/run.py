@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -52,10 +53,12 @@ def command(as_module, override, strict, report_file, script, arguments):
     Processes that SCRIPT starts are not covered; with a launcher, start this command in each of them:
     torchrun --no-python flashpatch run train.py
     """
-    if not as_module and not Path(script).is_file():
+    if as_module:
+        sys.path[0] = os.getcwd()
+        _must_exist(script)
+    elif not Path(script).is_file() and not Path(script, "__main__.py").is_file():
         raise Fault(f"there is no file {script}; for an installed module type: flashpatch run -m {script}", USAGE)
-    if report_file and not Path(report_file).resolve().parent.is_dir():
-        raise Fault(f"--report {report_file}: there is no folder {Path(report_file).resolve().parent}", USAGE)
+    rendering.must_have_folder("--report", report_file)
     from flashpatch import interface, patcher
 
     if reason := interface.unavailable():
@@ -77,7 +80,9 @@ def command(as_module, override, strict, report_file, script, arguments):
 def _run(script: str, arguments: tuple[str, ...], as_module: bool) -> int:
     """What `python SCRIPT ARGUMENTS` (or `python -m`) does, in this process. Returns the exit code."""
     sys.argv = [script, *arguments]
-    sys.path[0] = os.getcwd() if as_module else str(Path(script).resolve().parent)
+    if not as_module:
+        path = Path(script).resolve()
+        sys.path[0] = str(path if path.is_dir() else path.parent)
     try:
         if as_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -88,7 +93,29 @@ def _run(script: str, arguments: tuple[str, ...], as_module: bool) -> int:
             return exit.code or 0
         click.echo(exit.code, err=True)
         return 1
+    except (Exception, KeyboardInterrupt) as error:
+        error = error.with_traceback(_beyond_runpy(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _must_exist(module: str) -> None:
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # its package imports something that is missing
+        found = None
+    if found is None:
+        raise Fault(f"there is no module {module}; for a file type: flashpatch run FILE", USAGE)
+
+
+def _beyond_runpy(trace):
+    """A traceback as python shows it: from the script on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
 
 
 def _report(script: str) -> RunReport:

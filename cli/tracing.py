@@ -81,6 +81,7 @@ def report(model, gpu, trace, profile, watch: Watch, strict, dtype, device, as_j
 def _check(watch: Watch) -> None:
     from flashpatch import families
 
+    rendering.must_have_folder("--html", watch.html)
     try:
         for words in (watch.expect, watch.forbid):
             for word in filter(None, words.split(",")):

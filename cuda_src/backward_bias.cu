@@ -1,13 +1,13 @@
 // After a backward with a bias: its gradient from tiles in fragment order to [batch or 1, num_heads_q or 1, rows, keys], where rows
 // and keys are those of one tile if the bias is broadcast along them; the launcher sums over what is left.
-// Assumes dbias_accum complete. Stores all of dbias, in fp32 (kWideBias) or the dtype of q.
+// Assumes dbias_accum complete. Stores all of dbias, in fp32 (kBiasIsFp32) or the dtype of q.
 // Grid: tiles of dbias_accum; kNumWarps and tile as the backward has them.
 #include "bias.cuh"
 
 constexpr int kSharedMemory = 0;
 
 DEVICE void store_gradient(const Params& p, i64 at, float value) {
-  if constexpr (kWideBias) st_global((float*)p.dbias + at, value);
+  if constexpr (kBiasIsFp32) st_global((float*)p.dbias + at, value);
   else st_global((u16*)p.dbias + at, (u16)pack<kIsBf16>(value, 0.f));
 }
 

@@ -5,7 +5,7 @@
 #include "tile.cuh"
 
 constexpr int kSharedMemory = 0;
-constexpr int kChunks = kHeadDimV / 8;                                           // 16-byte pieces of a row
+constexpr int kChunks = kHeadDimV / kChunkElements;                              // 16-byte pieces of a row
 constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // of a row, a power of two for the shuffles
 constexpr int kRowsPerPass = kThreads / kLanes;
 
@@ -14,8 +14,12 @@ DEVICE float dot(U32x4 a, U32x4 b) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const F32x2 u = unpack<kIsBf16>(x[i]), w = unpack<kIsBf16>(y[i]);
-    sum += u.x * w.x + u.y * w.y;
+    if constexpr (kIsFp32) {
+      sum += float_of(x[i]) * float_of(y[i]);
+    } else {
+      const F32x2 u = unpack<kIsBf16>(x[i]), w = unpack<kIsBf16>(y[i]);
+      sum += u.x * w.x + u.y * w.y;
+    }
   }
   return sum;
 }
@@ -55,22 +59,24 @@ KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
   for (int i = thread_index() * 4; i < kBlockM * kHeadDim; i += kThreads * 4)
     st_global((F32x4*)(dq_accum + i), F32x4{0.f, 0.f, 0.f, 0.f});
 
-  const Rows<u16> out = out_of(p, sequence, position.head);
-  const Rows<const u16> dout = dout_of(p, sequence, position.head);
+  const Rows<Element> out = out_of(p, sequence, position.head);
+  const Rows<const Element> dout = dout_of(p, sequence, position.head);
   const i64 statistics = statistics_offset(p, sequence, position.head);
-  const int chunk = thread_index() % kLanes;
+  const int lane = thread_index() % kLanes;
 #pragma unroll 4
   for (int row = thread_index() / kLanes; row < kBlockM; row += kRowsPerPass) {
     const int i = first + row;
     const bool valid = i < sequence.q_length;
     float sum = 0.f;
 #pragma unroll
-    for (int c = chunk; c < kChunks; c += kLanes)
-      if (valid && c * 8 < p.head_dim_v)
-        sum += dot(ld_global((const U32x4*)(out.from(i).first + c * 8)), ld_global((const U32x4*)(dout.from(i).first + c * 8)));
+    for (int chunk = lane; chunk < kChunks; chunk += kLanes) {
+      const int column = chunk * kChunkElements;
+      if (valid && column < p.head_dim_v)
+        sum += dot(ld_global((const U32x4*)(out.from(i).first + column)), ld_global((const U32x4*)(dout.from(i).first + column)));
+    }
 #pragma unroll
     for (int lanes = kLanes / 2; lanes > 0; lanes >>= 1) sum += shfl_xor(sum, lanes);
-    if (valid && chunk == 0) {
+    if (valid && lane == 0) {
       if (p.dlogsumexp) sum -= ld_global(p.dlogsumexp + statistics + i);
       st_global(p.delta + statistics + i, sum);
     }

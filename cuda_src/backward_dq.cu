@@ -1,4 +1,4 @@
-// After the backward: dq = softmax_scale * dq_accum, from fp32 in fragment order to 16-bit rows.
+// After the backward: dq = softmax_scale * dq_accum, from fp32 in fragment order to rows of elements.
 // Assumes dq_accum complete. Stores dq for the rows of every sequence.
 // Grid: m_blocks * num_heads_q * batch, kNumWarps warps, kBlockM rows a CTA.
 #include "seqlen.cuh"
@@ -27,9 +27,14 @@ KERNEL(kThreads, 1) attention_backward_dq(GRID_CONSTANT Params p) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) c[e] = ld_global(accum + fragment * 128 + fragment_index(e));
     }
-    const int row = fragment / kColumnFrags * 16 + (lane_index() >> 2), chunk = fragment % kColumnFrags, byte = (lane_index() & 3) * 4;
-    st_shared(dq_smem.address(row, chunk) + byte, pack<kIsBf16>(c[0] * p.softmax_scale, c[1] * p.softmax_scale));
-    st_shared(dq_smem.address(row + 8, chunk) + byte, pack<kIsBf16>(c[2] * p.softmax_scale, c[3] * p.softmax_scale));
+    float scaled[1][1][4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scaled[0][0][e] = c[e] * p.softmax_scale;
+    u32 packed[1][1][kPacked];
+    pack_accumulators(packed, scaled);
+    const int row = fragment / kColumnFrags * 16 + (lane_index() >> 2), column = fragment % kColumnFrags;
+    store_pair(dq_smem, row, column, packed[0][0]);
+    store_pair(dq_smem, row + 8, column, packed[0][0] + kPacked / 2);
   }
   sync_block();  // the whole tile is in shared memory
   store_tile(dq_smem, dq_of(p, sequence, position.head).from(first), sequence.q_length - first, p.head_dim);

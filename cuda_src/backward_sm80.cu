@@ -9,6 +9,7 @@
 #include "bias.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
+#include "product.cuh"
 
 using KTile = Tile<kBlockN, kHeadDim>;
 using VTile = Tile<kBlockN, kHeadDimV>;
@@ -22,7 +23,7 @@ constexpr int kDkFrags = kHeadDim / 8 / kSplit, kDvFrags = kHeadDimV / 8 / kSpli
 static_assert(kBlockN % 16 == 0 && kKeyFrags * kNumWarps * 16 == kBlockN * kSplit && kKeyFrags >= 1, "warps share out the keys evenly");
 static_assert(kQueryFrags % 2 == 0 && kQueryFrags <= 16 && kDkFrags % 2 == 0 && kDvFrags % 2 == 0, "fragments come in pairs");
 
-constexpr int kScoreBudget = 192;  // registers of dK, dV, S and dP together: more spills
+constexpr int kScoreBudget = kIsFp32 ? 112 : 192;  // registers of dK, dV, S and dP together: more spills
 // Fragments of queries whose S and dP are held at a time: what dK and dV leave of the registers.
 constexpr int kGradientRegisters = kKeyFrags * (kHeadDim + kHeadDimV) / 2 / kSplit;
 constexpr int part_frags(int wanted) {
@@ -30,6 +31,7 @@ constexpr int part_frags(int wanted) {
   return fits || wanted == 2 ? wanted : part_frags(wanted / 2);
 }
 constexpr int kPartFrags = part_frags(8);
+constexpr int kPartsAtATime = kIsFp32 ? 1 : kQueryFrags / kPartFrags;
 
 // dQ [kBlockM, kHeadDim] is dealt out to kDqWarpsM x kDqWarpsN warps: 32 rows each where the columns allow it, for then every
 // fragment of K read serves two products.
@@ -209,8 +211,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     put_statistics();
   }
 
-  const Window16<KTile> k_rows = down_first(k_smem, key_warp, 0);
-  const Window16<VTile> v_rows = down_first(v_smem, key_warp, 0);
+  const Window16<KTile> k_rows = left_rows(k_smem, key_warp);
+  const Window16<VTile> v_rows = left_rows(v_smem, key_warp);
 
   int stage = 0;
   bool first_round = true;
@@ -242,17 +244,17 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     const Dropout dropout = dropout_of(p, position.batch, head);
     // One part of the queries after the other; straight-line code, so that one part's exp2 can run beside another's products
     const auto visit = [&](auto mask) {
-#pragma unroll
+#pragma unroll kPartsAtATime
       for (int part = 0; part < kQueryFrags; part += kPartFrags) {
         const int column = query_lane + part * 8, i_first = block.m_block * kBlockM + column;
 
         // S^T = K Q^T, dP^T = V dO^T
         float s_frag[kKeyFrags][kPartFrags][4], dp_frag[kKeyFrags][kPartFrags][4];  // [keys of the warp, queries of the part]
         clear(s_frag);
-        multiply_transposed<kHeadDim / 16>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
+        multiply_transposed<kHeadDim / kMmaDepth>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
                                            right_first(q_smem(stage), query_warp + part * 8, 0));
         clear(dp_frag);
-        multiply_transposed<kHeadDimV / 16>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
+        multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
                                             right_first(dout_smem(stage), query_warp + part * 8, 0));
 
         float* dbias = nullptr;
@@ -307,17 +309,17 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
             }
           }
         }
-        u32 p_packed[kKeyFrags][kPartFrags][2], ds_packed[kKeyFrags][kPartFrags][2];
+        u32 p_packed[kKeyFrags][kPartFrags][kPacked], ds_packed[kKeyFrags][kPartFrags][kPacked];
         pack_accumulators(p_packed, s_frag);
         pack_accumulators(ds_packed, dp_frag);
         store_packed(ds_smem, key_warp, (query_warp + part * 8) / 16, ds_packed);
 
         // dV += P^T dO, dK += dS^T Q
         if constexpr (kSplit == 1) {
-          multiply<kPartFrags / 2>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, p_packed, k); },
-                                   down_first(dout_smem(stage), part * 8, 0));
-          multiply<kPartFrags / 2>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, ds_packed, k); },
-                                   down_first(q_smem(stage), part * 8, 0));
+          multiply<kPartFrags * 8 / kMmaDepth>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, p_packed, k); },
+                                   right_rows(dout_smem(stage), part * 8));
+          multiply<kPartFrags * 8 / kMmaDepth>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, ds_packed, k); },
+                                   right_rows(q_smem(stage), part * 8));
         } else {
           store_packed(p_smem, key_warp, (query_warp + part * 8) / 16, p_packed);
         }
@@ -332,11 +334,11 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         if (next.head < group) load_next_bias(next);
         cp_async_commit();
       }
-      const Window16<ScoreTile> p_rows = down_first(p_smem, key_warp, 0), ds_rows = down_first(ds_smem, key_warp, 0);
-      multiply<kBlockM / 16, kSplit>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
-                                     down_first(dout_smem(stage), 0, warp_d * 2));
-      multiply<kBlockM / 16, kSplit>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
-                                     down_first(q_smem(stage), 0, warp_d * 2));
+      const auto p_rows = left_rows_of_packed(p_smem, key_warp), ds_rows = left_rows_of_packed(ds_smem, key_warp);
+      multiply<kBlockM / kMmaDepth, kSplit, kStepsAtATime>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
+                                     right_rows(dout_smem(stage), 0, warp_d));
+      multiply<kBlockM / kMmaDepth, kSplit, kStepsAtATime>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
+                                     right_rows(q_smem(stage), 0, warp_d));
     }
     if constexpr (kDeterministic) await_turn(block);
     sync_block();  // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
@@ -352,16 +354,15 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
 
     // dQ += dS K
     const int dq_m = warp_index() / kDqWarpsN * kDqRowFrags, dq_n = warp_index() % kDqWarpsN;
-    const Window16<ScoreTile> ds_columns = right_first(ds_smem, 0, 0);
+    const auto ds_columns = left_columns(ds_smem);
     float* dq_accum = p.dq_accum + query_block_offset(p, sequence, head, block.m_block) * (kBlockM * kHeadDim);
 #pragma unroll 1
     for (int pair = 0; pair < kDqPairs; pair += kPassPairs) {
       float dq_frag[kDqRowFrags][kPassPairs * 2][4];
       clear(dq_frag);
-      multiply<kBlockN / 16, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) {
-#pragma unroll
-        for (int m = 0; m < kDqRowFrags; ++m) ldmatrix_x4_trans(a_frag[m], ds_columns.at(k * 16, (dq_m + m) * 2));
-      }, down_first(k_smem, 0, (pair * kDqWarpsN + dq_n) * 2));
+      multiply<kBlockN / kMmaDepth, kDqWarpsN, kStepsAtATime>(
+          dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) { load_columns(a_frag, ds_columns, k, dq_m); },
+          right_rows(k_smem, 0, pair * kDqWarpsN + dq_n));
 #pragma unroll
       for (int m = 0; m < kDqRowFrags; ++m)
 #pragma unroll

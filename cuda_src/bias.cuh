@@ -3,8 +3,9 @@
 #include "parts.cuh"
 #include "scores.cuh"
 
-constexpr int kBiasBytes = kWideBias ? 4 : 2;  // of an element: fp32, or the dtype of q
-using BiasTile = Tile<kBlockM, kBlockN * kBiasBytes / 2>;  // [query][key]
+constexpr bool kBiasIsFp32 = kIsFp32 || kWideBias;  // else it has the dtype of q
+constexpr int kBiasBytes = kBiasIsFp32 ? 4 : 2;
+using BiasTile = Tile<kBlockM, kBlockN * kBiasBytes / (int)sizeof(Element)>;  // [query][key]
 constexpr int kBiasTileBytes = kHasBias ? BiasTile::kBytes : 0;
 
 // Bias of one (batch, head), in bytes.
@@ -24,7 +25,7 @@ DEVICE Bias bias_of(const Params& p, const Sequence& s, int head) {
   return bias;
 }
 
-DEVICE u32 bias_bits(const u8* at) { return kWideBias ? ld_global((const u32*)at) : ld_global((const u16*)at); }
+DEVICE u32 bias_bits(const u8* at) { return kBiasIsFp32 ? ld_global((const u32*)at) : ld_global((const u16*)at); }
 
 // Starts the copy of rows [row, row + kRows) of the tile whose first element is (i, j), by the kCopiers threads that call it.
 // What lies outside of the sequence becomes zero. The caller commits.
@@ -53,7 +54,7 @@ DEVICE void load_bias(BiasTile tile, const Bias& bias, const Sequence& s, int i,
 // Elements (row, column) and (row, column + 1); column even.
 DEVICE F32x2 bias_pair(BiasTile tile, int row, int column) {
   if constexpr (!kHasBias) return {0.f, 0.f};
-  if constexpr (kWideBias) return ld_shared<F32x2>(tile.address(row, column >> 2) + (column & 3) * 4);
+  if constexpr (kBiasIsFp32) return ld_shared<F32x2>(tile.address(row, column >> 2) + (column & 3) * 4);
   return unpack<kIsBf16>(ld_shared<u32>(tile.address(row, column >> 3) + (column & 7) * 2));
 }
 
@@ -68,14 +69,14 @@ template <int kM> struct BiasColumns {
     tile = from;
     query = first_query + (lane_index() & 3) * 2;
     key = first_key + (lane_index() >> 2);
-    if constexpr (!kWideBias) {
+    if constexpr (!kBiasIsFp32) {
       const Window16<BiasTile> window = right_first(tile, first_query, 0);
 #pragma unroll
       for (int m = 0; m < kM; ++m) ldmatrix_x4_trans(frag[m], window.at(0, (first_key + m * 16) / 8));
     }
   }
   DEVICE float value(int m, int n, int e) const {
-    if constexpr (kWideBias) {
+    if constexpr (kBiasIsFp32) {
       const int column = key + m * 16 + (e >> 1) * 8;
       return ld_shared<float>(tile.address(query + n * 8 + (e & 1), column >> 2) + (column & 3) * 4);
     } else {

@@ -7,6 +7,7 @@
 #include "bias.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
+#include "product.cuh"
 
 using QTile = Tile<kBlockM, kHeadDim>;
 using KTile = Tile<kBlockN, kHeadDim>;
@@ -26,8 +27,8 @@ constexpr int kSharedMemory = kScratchOffset + kBlockKeysBytes;
 
 // Q stays in registers where S, O and Q leave room beside the addresses; else it is read from shared memory every time.
 constexpr int kAccumulators = kMFrags * (kBlockN + kPartV) / 2;
-constexpr bool kQInRegisters = kAccumulators + kMFrags * kHeadDim / 4 <= 168;
-constexpr int kQSteps = kQInRegisters ? kHeadDim / 16 : 1;
+constexpr bool kQInRegisters = !kIsFp32 && kAccumulators + kMFrags * kHeadDim / 4 <= 168;
+constexpr int kQSteps = kQInRegisters ? kHeadDim / kMmaDepth : 1;
 
 KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
@@ -44,7 +45,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const int n_first = keys.any.begin / kBlockN, n_last = ceil_div(keys.any.end, kBlockN) - 1;
 
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
-  const Rows<const u16> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head).columns_from(first_v);
+  const Rows<const Element> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head).columns_from(first_v);
   const int q_rows = sequence.q_length - m_block * kBlockM;
 
   const auto k_smem = [&](int stage) { return KTile{smem + kKOffset + stage * KTile::kBytes}; };
@@ -116,7 +117,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   };
   begin();
 
-  const Window16<QTile> q_window = down_first(q_smem, warp_row, 0);
+  const Window16<QTile> q_window = left_rows(q_smem, warp_row);
   u32 q_frag[kQSteps][kMFrags][4];
   const auto load_q = [&](u32 (&a_frag)[kMFrags][4], int k) {
 #pragma unroll
@@ -155,7 +156,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     // S = Q K^T
     float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
     clear(s_frag);
-    multiply_transposed<kHeadDim / 16>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+    multiply_transposed<kHeadDim / kMmaDepth>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
 
     if constexpr (kNumStages == 1) {
       cp_async_wait<0>();
@@ -189,8 +190,8 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
 
     // O += P V
-    multiply<kBlockN / 16>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
-                           down_first(v_smem(stage), 0, 0));
+    multiply<kBlockN / kMmaDepth>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
+                           right_rows(v_smem(stage), 0));
     if constexpr (kNumStages == 2) stage ^= 1;
     n = n_next;
     if constexpr (kHasBounds || kHasMask) {

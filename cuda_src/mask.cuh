@@ -147,10 +147,11 @@ DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequen
 
 // ---- NaN and Inf behind a mask ----
 
-// Whether one of two packed 16-bit values is NaN or Inf: its exponent is all ones.
-DEVICE bool non_finite(u32 pair) {
+// Whether one of the elements in a word is NaN or Inf: its exponent is all ones.
+DEVICE bool non_finite(u32 word) {
+  if constexpr (kIsFp32) return (~word & 0x7f800000u) == 0;
   constexpr u32 kExponent = kIsBf16 ? 0x7f80 : 0x7c00;
-  return (~pair & kExponent) == 0 || (~pair & kExponent << 16) == 0;
+  return (~word & kExponent) == 0 || (~word & kExponent << 16) == 0;
 }
 DEVICE bool non_finite(U32x4 chunk) { return non_finite(chunk.x) || non_finite(chunk.y) || non_finite(chunk.z) || non_finite(chunk.w); }
 

@@ -45,6 +45,11 @@ template <> DEVICE U32x4 ld_global(const U32x4* pointer) {
   asm volatile("ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
   return v;
 }
+template <> DEVICE F32x2 ld_global(const F32x2* pointer) {
+  F32x2 v;
+  asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(pointer));
+  return v;
+}
 template <> DEVICE F32x4 ld_global(const F32x4* pointer) {
   F32x4 v;
   asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(pointer));
@@ -100,6 +105,13 @@ template <bool kIsBf16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
 }
 #endif
 
+// d[16x8] += a[16x8] b[8x8] of TF32: fp32 numbers whose 13 low bits count for nothing.
+DEVICE void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // ---- threads with each other ----
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
@@ -133,6 +145,12 @@ DEVICE float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// The nearest TF32 number, ties away from zero.
+DEVICE u32 round_tf32(float x) {
+  u32 r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return r;
 }
 #ifndef WORDS_OF_SM75
 // Two 16-bit values in one register, the first in the low half.

@@ -29,6 +29,7 @@ DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
 DEVICE float tanh_of(float x_log2) { return 1.f - 2.f * rcp_approx(1.f + exp2_approx(x_log2)); }
 
 DEVICE float widen(u16 bits) { return unpack<kIsBf16>(bits).x; }
+DEVICE float widen(float x) { return x; }
 
 // Score in base 2 of row i, key j from q.k and its bias. `derivative` becomes d(softcap)/d(its argument).
 DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float bias, int i, int j, float& derivative) {

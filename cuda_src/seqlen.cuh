@@ -2,6 +2,11 @@
 #pragma once
 #include "ptx_sm80.cuh"
 
+// What q, k, v, out, their gradients and the bias hold. Params has pointers to 16 bits whichever it is.
+template <bool kFourBytes> struct ElementOf { typedef u16 Type; };
+template <> struct ElementOf<true> { typedef float Type; };
+typedef ElementOf<kIsFp32>::Type Element;
+
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -58,29 +63,29 @@ template <class T>
 DEVICE Rows<T> rows_of(T* tensor, int batch, i64 start, int head, i64 stride_batch, i64 stride_row, i64 stride_head) {
   return {tensor + (batch * stride_batch + start * stride_row + head * stride_head), stride_row};
 }
-DEVICE Rows<const u16> q_of(const Params& p, const Sequence& s, int head) {
-  return rows_of(p.q, s.batch, s.q_start, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head);
+DEVICE Rows<const Element> q_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((const Element*)p.q, s.batch, s.q_start, head, p.q_stride_batch, p.q_stride_row, p.q_stride_head);
 }
-DEVICE Rows<const u16> k_of(const Params& p, const Sequence& s, int head) {
-  return rows_of(p.k, s.batch, s.k_start, head, p.k_stride_batch, p.k_stride_row, p.k_stride_head);
+DEVICE Rows<const Element> k_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((const Element*)p.k, s.batch, s.k_start, head, p.k_stride_batch, p.k_stride_row, p.k_stride_head);
 }
-DEVICE Rows<const u16> v_of(const Params& p, const Sequence& s, int head) {
-  return rows_of(p.v, s.batch, s.k_start, head, p.v_stride_batch, p.v_stride_row, p.v_stride_head);
+DEVICE Rows<const Element> v_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((const Element*)p.v, s.batch, s.k_start, head, p.v_stride_batch, p.v_stride_row, p.v_stride_head);
 }
-DEVICE Rows<u16> out_of(const Params& p, const Sequence& s, int head) {
-  return rows_of(p.out, s.batch, s.q_start, head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
+DEVICE Rows<Element> out_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((Element*)p.out, s.batch, s.q_start, head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
 }
-DEVICE Rows<const u16> dout_of(const Params& p, const Sequence& s, int head) {
-  return rows_of(p.dout, s.batch, s.q_start, head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head);
+DEVICE Rows<const Element> dout_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((const Element*)p.dout, s.batch, s.q_start, head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head);
 }
-DEVICE Rows<u16> dq_of(const Params& p, const Sequence& s, int head) {
-  return rows_of(p.dq, s.batch, s.q_start, head, p.dq_stride_batch, p.dq_stride_row, p.dq_stride_head);
+DEVICE Rows<Element> dq_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((Element*)p.dq, s.batch, s.q_start, head, p.dq_stride_batch, p.dq_stride_row, p.dq_stride_head);
 }
-DEVICE Rows<u16> dk_of(const Params& p, const Sequence& s, int head) {
-  return rows_of(p.dk, s.batch, s.k_start, head, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head);
+DEVICE Rows<Element> dk_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((Element*)p.dk, s.batch, s.k_start, head, p.dk_stride_batch, p.dk_stride_row, p.dk_stride_head);
 }
-DEVICE Rows<u16> dv_of(const Params& p, const Sequence& s, int head) {
-  return rows_of(p.dv, s.batch, s.k_start, head, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head);
+DEVICE Rows<Element> dv_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((Element*)p.dv, s.batch, s.k_start, head, p.dv_stride_batch, p.dv_stride_row, p.dv_stride_head);
 }
 // Element offset of (row 0 of the sequence, head) in logsumexp, dlogsumexp and delta.
 DEVICE i64 statistics_offset(const Params& p, const Sequence& s, int head) {
@@ -107,7 +112,7 @@ DEVICE Position position_of(u32 index, int blocks, int heads) {
 // Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in
 // kL2Bytes of L2. `rows`: of m_blocks each; batch * num_heads_q, or fewer where the blocks of all sequences are in one.
 template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows) {
-  const i64 head_bytes = (i64)larger(p.seqlen_k, 1) * (kHeadDim + kHeadDimV) * 2;
+  const i64 head_bytes = (i64)larger(p.seqlen_k, 1) * (kHeadDim + kHeadDimV) * (int)sizeof(Element);
   const i64 fitting = kL2Bytes / head_bytes;
   const u32 group = p.num_heads_q / p.num_heads_kv;
   const u32 wanted = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : (u32)fitting) * group;

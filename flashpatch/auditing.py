@@ -72,10 +72,12 @@ def markdown(matrix: planning.Matrix) -> str:
         cells = [_cell_words(matrix, name, feature) for name in generations]
         lines.append(f"| `{feature}`: {meaning} | " + " | ".join(cells) + " |")
     dtypes = sorted({cell.dtype for cell in matrix.cells.values()})
+    largest = {d: max(cell.head_dim for cell in matrix.cells.values() if cell.dtype == d) for d in dtypes}
+    smaller = "".join(f", {d} up to {size}" for d, size in largest.items() if size < max(largest.values()))
     lines += [
         "",
-        f"Kernels take {' and '.join(dtypes)} with head dims up to {max(matrix.head_dims)} (padded to {dims}; every "
-        "multiple of 8). A word stands for forward and backward; two words are forward / backward. "
+        f"Kernels take {', '.join(dtypes[:-1])} and {dtypes[-1]} with head dims up to {max(matrix.head_dims)}{smaller} (padded "
+        f"to {dims}; every multiple of 8). A word stands for forward and backward; two words are forward / backward. "
         "*verified*: ran on that generation and passed, the evidence is in `tests/evidence`. *compiled*: builds for "
         "it and passes in the CPU emulator, never ran there. *fallback*: no kernel; computed exactly by torch operators "
         "in tiles, and counted.",
@@ -136,22 +138,28 @@ def _cell_words(matrix: planning.Matrix, generation: str, feature: str) -> str:
             for cell in matrix.cells.values()
             if (cell.generation, cell.direction, cell.feature) == (generation, direction, feature)
         }
+        dtypes = {dtype for dtype, _ in found}
         plain = {
             (cell.dtype, cell.head_dim)
             for cell in matrix.cells.values()
             if (cell.generation, cell.direction, cell.feature) == (generation, direction, "plain")
+            and cell.dtype in dtypes
         }
         if not found:
             words.append("fallback")
         elif set(found) < plain:
-            words.append(f"{_weakest(found.values())} (head dims {', '.join(map(str, sorted({d for _, d in found})))})")
+            words.append(f"{_statuses(found)} (head dims {', '.join(map(str, sorted({d for _, d in found})))})")
         else:
-            words.append(_weakest(found.values()))
+            words.append(_statuses(found))
     return words[0] if words[0] == words[1] else " / ".join(words)
 
 
-def _weakest(statuses) -> str:
-    return "compiled" if "compiled" in statuses else "verified"
+def _statuses(found: dict[tuple[str, int], str]) -> str:
+    """The weakest status of some cells, (dtype, head dim) -> status; where dtypes differ, those of the weaker named."""
+    weaker = sorted({dtype for (dtype, _), status in found.items() if status == "compiled"})
+    if not weaker:
+        return "verified"
+    return "compiled" if {dtype for dtype, _ in found} == set(weaker) else f"verified, {' and '.join(weaker)} compiled"
 
 
 def with_table(text: str, table: str) -> str:

@@ -8,6 +8,7 @@ keys it shows.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import random
 import statistics
@@ -26,13 +27,15 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-VARIANTS = ("flashpatch", *SDPA_BACKENDS, "fa3", "eager")
+VARIANTS = ("flashpatch", "flashpatch_tf32", *SDPA_BACKENDS, "fa3", "eager")
 # The side of the square matrices whose product in the inputs' dtype is the ceiling.
 CEILING_SIZE = 8192
 
 
-def peers() -> tuple[str, ...]:
-    """What flashpatch can be timed beside here."""
+def peers(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
+    """What flashpatch can be timed beside here; in fp32 also flashpatch with its products rounded to TF32."""
+    if dtype == torch.float32:  # of SDPA's fast backends one takes it
+        return ("flashpatch_tf32", "sdpa_efficient")
     return (*SDPA_BACKENDS, *(("fa3",) if importlib.util.find_spec("fa3_fwd_interface") else ()))
 
 
@@ -71,6 +74,17 @@ class Timing:
 
 
 @dataclass
+class Accuracy:
+    """How far one tensor of one variant is from the same in fp64, over two heads of one sequence of normal numbers."""
+
+    shape: Annotated[Shape, "the call"]
+    variant: Annotated[str, "flashpatch, one of SDPA's backends, or eager"]
+    tensor: Annotated[str, "out, dq, dk or dv"]
+    largest: Annotated[float, "largest absolute error"]
+    rms: Annotated[float, "root of the mean squared error"]
+
+
+@dataclass
 class BenchReport:
     """All timings of one run, and the machine they are from."""
 
@@ -78,6 +92,9 @@ class BenchReport:
     dtype: Annotated[str, "of q, k and v"]
     ceiling_tflops: Annotated[float, "TFLOP/s of a product of random 8192 x 8192 matrices, median over the run"] = 0.0
     timings: Annotated[list[Timing], "every variant at every shape"] = field(default_factory=list)
+    accuracies: Annotated[list[Accuracy], "every variant that ran, and eager, at every head dim"] = field(
+        default_factory=list
+    )
     host_microseconds: Annotated[dict[str, float], "host time of one forward call on a tiny problem"] = field(
         default_factory=dict
     )
@@ -122,6 +139,9 @@ def bench(
         report.timings += _bench_shape(shape, dtype, variants, directions, rounds, device)
         advance(number + 1, len(shapes))
     report.ceiling_tflops = statistics.median(ceilings)
+    failed = {timing.variant for timing in report.timings if timing.error}
+    for shape in dict.fromkeys(Shape(1, 2048, 2, 2, shape.head_dim, shape.causal) for shape in shapes):
+        report.accuracies += _accuracies(shape, dtype, [v for v in (*variants, "eager") if v not in failed], device)
     report.host_microseconds = host_cost(variants, dtype, device)
     return report
 
@@ -130,6 +150,37 @@ def _ceiling(dtype, device) -> float:
     """TFLOP/s of the library's matrix product, random data: what the tensor cores give at this card's clocks and power."""
     a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=dtype) for _ in range(2))
     return 2.0 * CEILING_SIZE**3 / milliseconds(lambda: a @ b, device) / 1e9
+
+
+def _accuracies(shape: Shape, dtype, variants, device) -> list[Accuracy]:
+    generator = torch.Generator(device).manual_seed(0)
+    size = (shape.batch, shape.seqlen, shape.num_heads, shape.head_dim)
+    q, k, v, dout = (torch.randn(size, device=device, generator=generator).to(dtype) for _ in range(4))
+
+    def results(variant, *inputs):
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        with _precision(variant):
+            out = call(variant, *leaves, shape.causal)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+    expected = results("eager", q.double(), k.double(), v.double())
+    found = []
+    for variant in dict.fromkeys(variants):
+        for name, actual, right in zip(("out", "dq", "dk", "dv"), results(variant, q, k, v), expected, strict=True):
+            error = (actual.double() - right).abs()
+            found.append(Accuracy(shape, variant, name, float(error.max()), float(error.square().mean().sqrt())))
+    return found
+
+
+@contextlib.contextmanager
+def _precision(variant: str):
+    """fp32 products as a variant has them: TF32 where its name says so."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if variant.endswith("_tf32") else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _inputs(shape: Shape, dtype, device, requires_grad: bool):
@@ -143,7 +194,7 @@ def _inputs(shape: Shape, dtype, device, requires_grad: bool):
 def call(variant: str, q, k, v, causal: bool, window: int = 0) -> torch.Tensor:
     """One forward of a variant on [batch, seqlen, heads, head_dim] tensors; the result in the same layout."""
     window_size = (window - 1, 0) if window else (-1, -1)
-    if variant == "flashpatch":
+    if variant.startswith("flashpatch"):
         return attention(q, k, v, causal=causal, window_size=window_size)
     if variant == "fa3":
         from fa3_fwd_interface import flash_attn_func
@@ -169,7 +220,7 @@ def _eager(q, k, v, causal: bool) -> torch.Tensor:
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
 
 
 def _bench_shape(shape: Shape, dtype, variants, directions, rounds: int, device) -> list[Timing]:
@@ -208,12 +259,18 @@ def _runner(variant: str, direction: str, q, k, v, dout, shape: Shape):
         q, k, v = (tensor.detach() for tensor in (q, k, v))
 
         def run():
-            with torch.no_grad():
+            with torch.no_grad(), _precision(variant):
                 call(variant, q, k, v, shape.causal, shape.window)
 
         return run
-    out = call(variant, q, k, v, shape.causal, shape.window)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    with _precision(variant):
+        out = call(variant, q, k, v, shape.causal, shape.window)
+
+    def run():
+        with _precision(variant):
+            torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    return run
 
 
 def milliseconds(run, device, budget: float = 40.0) -> float:
@@ -237,7 +294,7 @@ def host_cost(variants, dtype, device, calls: int = 2000) -> dict[str, float]:
     costs = {}
     with torch.no_grad():
         for variant in variants:
-            if variant == "eager":
+            if variant in ("eager", "flashpatch_tf32"):
                 continue
             backend = SDPA_BACKENDS.get(variant)
             views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
@@ -275,7 +332,9 @@ def speed_table(report: dict) -> str:
         return " / ".join(figure(row, direction) for direction in ("forward", "backward"))
 
     def best(row: dict, direction: str) -> float:
-        return max(figures[direction] or 0.0 for variant, figures in row.items() if variant != "flashpatch")
+        return max(
+            figures[direction] or 0.0 for variant, figures in row.items() if not variant.startswith("flashpatch")
+        )
 
     for (head_dim, mask, seqlen), row in cells.items():
         entries = [
@@ -285,4 +344,20 @@ def speed_table(report: dict) -> str:
             both(row, lambda r, d: f"{r['flashpatch'][d] / report['ceiling_tflops']:.0%}"),
         ]
         lines.append(f"| {' | '.join(entries)} |")
+    return "\n".join(lines)
+
+
+def accuracy_table(report: dict) -> str:
+    """The accuracies of a BenchReport as JSON holds it, as a Markdown table: root mean square errors against fp64."""
+    cells: dict[tuple, dict[str, dict[str, float]]] = {}
+    for entry in report["accuracies"]:
+        key = (entry["shape"]["head_dim"], "causal" if entry["shape"]["causal"] else "full")
+        cells.setdefault(key, {}).setdefault(entry["variant"], {})[entry["tensor"]] = entry["rms"]
+    variants = list(dict.fromkeys(entry["variant"] for entry in report["accuracies"]))
+    lines = [f"| head_dim, mask | {' | '.join(variants)} |", "|---" * (len(variants) + 1) + "|"]
+    for (head_dim, mask), row in cells.items():
+        figures = [
+            " / ".join(f"{row[variant][name]:.1e}" for name in ("out", "dq", "dk", "dv")) for variant in variants
+        ]
+        lines.append(f"| {head_dim} {mask} | {' | '.join(figures)} |")
     return "\n".join(lines)

@@ -183,6 +183,8 @@ def check(capture: Capture, results: dict[str, torch.Tensor]) -> list[CallCheck]
     """Compare results of a captured call (its own, or others of the same call) with the reference."""
     backward = "dout" in results or "dout" in capture.results
     exact, eager = (_expected(capture, upcast, backward) for upcast in (True, False))
+    statistics = exact["logsumexp"][exact["logsumexp"].isfinite()].abs()
+    largest_logsumexp = float(statistics.max()) if statistics.numel() else 0.0
     checks = []
     for name in ("out", "logsumexp", *GRADIENTS):
         actual = results.get(name)
@@ -196,6 +198,8 @@ def check(capture: Capture, results: dict[str, torch.Tensor]) -> list[CallCheck]
         finite = wanted[wanted.isfinite()].abs()
         # one call may have few numbers, among which eager is exact by luck; the device's exp2 and log2 are good to 2 ulp each
         unit = 4 * torch.finfo(torch.float32).eps if name == "logsumexp" else torch.finfo(actual.dtype).eps / 2
+        if actual.dtype == torch.float32 and name != "logsumexp":  # p is off by what rounding costs its exponent
+            unit += torch.finfo(torch.float32).eps * largest_logsumexp
         bound = outcome.bound + unit * float(finite.max() if finite.numel() else 0.0)
         eager_error = tolerance.compare(own, own, wanted, factor=factor).error
         passed = outcome.error <= bound

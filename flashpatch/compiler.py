@@ -31,7 +31,10 @@ class CompileError(RuntimeError):
 
     def __init__(self, reason: Reason, log: str = ""):
         super().__init__(f"{reason.text}\n{log}".strip())
-        self.reason = reason
+        self.reason, self.log = reason, log
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.log)
 
 
 # ---- what is compiled ----
@@ -39,7 +42,10 @@ class CompileError(RuntimeError):
 
 def constants(config: Config) -> str:
     """The Config as C++ constants, put in front of the kernel's source (`head_dim` -> `kHeadDim`)."""
-    lines = [f"constexpr bool kIsBf16 = {str(config.dtype == 'bfloat16').lower()};"]
+    lines = [
+        f"constexpr bool kIs{name} = {str(config.dtype == dtype).lower()};"
+        for name, dtype in (("Bf16", "bfloat16"), ("Fp32", "float32"))
+    ]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in ("kernel", "dtype"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy
@@ -23,10 +23,6 @@ from . import auditing, planning
 from .problem import Decline
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-
-
-class UnknownGpu(ValueError):
-    """`gpu` names none that is known; the text lists those that are."""
 
 
 # ---- what is reported ----
@@ -130,7 +126,7 @@ def ceilings(gpu: str, *, tflops=None, bandwidth=None, memory=None) -> tuple[Cei
     try:
         device = planning.gpu(gpu)
     except ValueError as error:
-        raise UnknownGpu(str(error)) from None
+        raise auditing.UnknownGpu(str(error)) from None
     found = _measured().get(device.name, {})
     own = not (tflops or bandwidth)
     memory = memory or found.get("memory_gib")
@@ -346,7 +342,7 @@ def cost(
     """What attention of `model` (a module, a configuration, a hub id or a folder) costs at each context length.
 
     `tflops`, `bandwidth` (TB/s) and `memory` (GiB) stand for a GPU that nobody measured, or replace what was.
-    Raises UnknownGpu, models.ModelError.
+    Raises auditing.UnknownGpu, models.ModelError.
     """
     limits, speeds = ceilings(gpu, tflops=tflops, bandwidth=bandwidth, memory=memory)
     facts = auditing.facts(model, dtype=dtype, **load)
@@ -355,6 +351,8 @@ def cost(
         contexts = (max(kind.seqlen_q for kind in kinds),)
     element_type = next((kind.problem.dtype for kind in kinds), dtype or "bfloat16")
     element = ELEMENT_BYTES[element_type]
+    if element > 2 and not tflops:
+        limits, speeds = replace(limits, matmul_tflops=None), {}  # what was measured is of 16 bits
     device = planning.gpu(gpu)
     price = None if price_per_gpu_hour is None else price_per_gpu_hour / 3.6e6  # of a millisecond
     found = []
@@ -418,7 +416,7 @@ def cost(
         _largest_context(kinds, element, True, limits, facts.parameter_bytes),
         _largest_context(kinds, element, False, limits, facts.parameter_bytes),
         _statement(found, kinds),
-        _notes(kinds, limits, speeds, facts.config, contexts),
+        _notes(kinds, limits, speeds, facts.config, contexts, element_type),
     )
 
 
@@ -446,7 +444,7 @@ def _rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts) -> list[str]:
+def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts, dtype: str) -> list[str]:
     if not kinds:
         return []
     notes = [
@@ -455,7 +453,7 @@ def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts) -> lis
     ]
     if limits.matmul_tflops is None or limits.bandwidth_tb_s is None:
         notes.append(
-            f"Nobody measured a {limits.gpu}; give --tflops, --bandwidth and --memory for times, money and fit."
+            f"Nobody measured a {limits.gpu} in {dtype}; give --tflops, --bandwidth and --memory for times, money and fit."
         )
     elif not speeds:
         notes.append(

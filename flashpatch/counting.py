@@ -28,7 +28,7 @@ class LayerCounts:
     backends: dict[str, str] = field(default_factory=dict)  # kernel -> "gpu" or "emulated"
 
     def launched(self, plan: Plan, copies: int = 0) -> None:
-        kernel = plan.config.kernel
+        kernel = plan.config.kernel + (" (TF32)" if plan.config.tf32 else "")
         self.launches[kernel] += 1
         if copies:
             self.copies += copies

@@ -49,13 +49,19 @@ class EmulationError(RuntimeError):
         self.kernel, self.entry, self.block, self.thread = kernel, entry, block, thread
         self.site, self.what = site, what
 
+    def __reduce__(self):
+        return type(self), (self.kernel, self.entry, self.block, self.thread, self.site, self.what)
+
 
 class BuildError(RuntimeError):
     """The C++ compiler refused a kernel, or there is none. `reason` says what to type."""
 
     def __init__(self, reason: Reason, log: str = ""):
         super().__init__(f"{reason.text}\n{log}".strip())
-        self.reason = reason
+        self.reason, self.log = reason, log
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.log)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +167,10 @@ def _run(command: Sequence[str], what: str, folder: str) -> None:
 
 def constants(config: Config) -> str:
     """The Config as C++ constants, put in front of the kernel's source (`head_dim` -> `kHeadDim`)."""
-    lines = [f"constexpr bool kIsBf16 = {str(config.dtype == 'bfloat16').lower()};"]
+    lines = [
+        f"constexpr bool kIs{name} = {str(config.dtype == dtype).lower()};"
+        for name, dtype in (("Bf16", "bfloat16"), ("Fp32", "float32"))
+    ]
     for field in dataclasses.fields(config):
         if field.name not in ("kernel", "dtype"):
             value = getattr(config, field.name)

@@ -78,13 +78,29 @@ def signature(q, k, v, call: Call) -> tuple:
     index = q.get_device()
     return (
         q.dtype, k.dtype, v.dtype, index, k.get_device(), v.get_device(), q.shape, q.stride(), k.shape, k.stride(),
-        v.shape, v.stride(), index < 0 and _switches(), *call.signature(),
+        v.shape, v.stride(), index < 0 and _switches(), takes_tf32(q.dtype), *call.signature(),
     )  # fmt: skip
 
 
 def _switches() -> tuple:
     """What may change between two calls on a CPU; a GPU takes its switch once, at the first call of a signature."""
     return os.environ.get("FLASHPATCH_EMULATE"), os.environ.get(planning.SWITCH)
+
+
+_matmul_precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # since torch 2.9
+
+
+def takes_tf32(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are rounded to TF32: fp32 ones where the user lets torch's own matrix products be.
+
+    That is torch.backends.cuda.matmul.allow_tf32 or fp32_precision, torch.backends.fp32_precision, or
+    torch.set_float32_matmul_precision: whichever is used, this sees it.
+    """
+    if dtype != torch.float32:
+        return False
+    if _matmul_precision is None:
+        return torch.backends.cuda.matmul.allow_tf32
+    return _matmul_precision("cuda", "matmul") == "tf32"
 
 
 def _keep(cache: dict, key: tuple, ready) -> None:
@@ -100,7 +116,8 @@ def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     """The Plan or Decline of a call on the device its tensors are on."""
     dtype = DTYPES.get(q.dtype, str(q.dtype).removeprefix("torch."))
     short = max(call.max_seqlen_q, call.max_seqlen_k) <= planning.support().short_seqlen
-    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], features(q, k, v, call), short)
+    asked = features(q, k, v, call)
+    problem = Problem(direction, dtype, q.shape[-1], v.shape[-1], asked, short, takes_tf32(q.dtype))
     device = device_of(q.device)
     if isinstance(device, Reason):
         return Decline(problem, (device,))

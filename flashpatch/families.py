@@ -22,6 +22,11 @@ class Family:
     kernels: str = ""  # regular expression over kernel names as a profiler shows them
 
 
+_AROUND = (
+    r"(?!.*(norm|rope|rotary|cache|merge|reduce_seg|copy|gather|scatter|quant|topk|index|metadata|schedul|plan|mask|softmax"
+    r"|proj|linear_att|lightning|dropout|bias|gemm|pad|transpose|concat|store|sink_init))"
+)
+
 # The first that matches decides, so the particular stand before the general.
 FAMILIES = [
     Family(
@@ -35,7 +40,7 @@ FAMILIES = [
     ),
     Family(
         "sdpa_cudnn", "SDPA, cuDNN", "flash", r"^aten::_(scaled_dot_product_)?cudnn_attention(_forward)?(_backward)?$",
-        r"cudnn.*(sdpa|fmha|flash|fprop_attn|mha)",
+        r"cudnn.*(sdpa|fmha|flash|fprop_attn|mha|multihead|dot_do_o)",
     ),
     Family(
         "sdpa_flash_cpu", "SDPA, CPU flash", "flash", r"^aten::_scaled_dot_product_flash_attention_for_cpu(_backward)?$"
@@ -46,7 +51,7 @@ FAMILIES = [
     Family(
         "sdpa_efficient", "SDPA, memory-efficient", "fused",
         r"^aten::_(scaled_dot_product_)?efficient_attention(_forward)?(_backward)?$",
-        r"fmha_cutlass[FB]|PyTorchMemEffAttention|AttentionKernel<|AttentionBackwardKernel<",
+        r"fmha_cutlass[FB]|PyTorchMemEffAttention|\bAttention(Backward)?Kernel<",
     ),
     Family("sdpa_overrideable", "SDPA, the device's own", "fused", r"^aten::_scaled_dot_product_fused_attention_overrideable"),
     Family("sdpa_math", "SDPA, math", "dense", r"^aten::_scaled_dot_product_attention_math"),
@@ -59,9 +64,10 @@ FAMILIES = [
         "native_mha", "nn.MultiheadAttention's C++ path", "unknown",
         r"^aten::(_native_multi_head_attention|_transformer_encoder_layer_fwd|_triton_multi_head_attention)$",
     ),
+    Family("native_mha_dense", "nn.MultiheadAttention's C++ path: matmul, softmax, matmul", "dense"),
     Family(
         "flashinfer", "FlashInfer", "flash", r"^flashinfer::\w*(prefill|decode|attention|mla)",
-        r"flashinfer.*(Prefill|Decode|MLA|Attention)|Batch(Prefill|Decode)With|Single(Prefill|Decode)With",
+        r"flashinfer.*(Prefill|Decode|MLA|Attention)(?!.*(Rotary|Plan))|Batch(Prefill|Decode)With|Single(Prefill|Decode)With",
     ),
     Family(
         "paged", "a serving engine's paged attention", "flash",
@@ -71,10 +77,24 @@ FAMILIES = [
     ),
     Family(
         "flash_attn", "flash-attn", "flash",
-        r"^\w*(flash|fa[234])\w*::\w*(fwd|bwd|forward|backward|attn|attention)\w*$",
+        r"^\w*(flash|fa[234])\w*::\w*(fwd|bwd|forward|backward|attn|attention)\w*$|^sgl_kernel::\w*fwd",
         r"flash_(fwd|bwd)|FlashAttn(Fwd|Bwd)|FlashAttention(Forward|Backward)|flash::\w|flashattn|flash_attn|BatchedFlash",
     ),
+    Family(
+        "fmha", "FMHA of CUTLASS or Composable Kernel", "flash", r"^aiter::\w*(fmha|attn|attention)",
+        r"cutlass::fmha|ck_tile::\w*Fmha|fmha_(fwd|bwd)|aiter\w*fmha",
+    ),
+    Family(
+        "triton_attention", "attention written in Triton", "flash", "",
+        r"^_?attn_(fwd|bwd)|^_?(flash|decode|prefill)_?attn|^_?bwd_kernel_d[kqv]|^_?bwd_d[kqv]_?\w*kernel|parallel_attn_(fwd|bwd)",
+    ),
     Family("eager", "eager: matmul, softmax, matmul", "dense"),
+    # Last: whatever has attention in its name, of whomever, and is not one of the things done around it.
+    Family(
+        "unknown", "attention that flashpatch does not know", "unknown",
+        r"(?i)^(?!aten::|prims?::|flashpatch::)\w+::" + _AROUND + r"\w*(attention|attn|fmha|multi_?head)\w*$",
+        r"(?i)^(?!.*at::native)" + _AROUND + r".*(attention|attn|fmha|multi_?head|\bmla_|_mla_(prefill|decode)|^_fwd_kernel$)",
+    ),
 ]  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}
 

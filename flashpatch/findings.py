@@ -22,6 +22,7 @@ _PLAIN = (
     "sdpa_flash_cpu",
     "sdpa_overrideable",
     "native_mha",
+    "native_mha_dense",
 )
 
 
@@ -82,7 +83,15 @@ def _wrong(call: Call):
             f"{facts.class_name} attends to a window of {facts.window} keys; {_title(call)} got {call.lengths[1]} keys and "
             "neither a window nor a mask"
         )
-        if call.family not in ("flex", "flex_eager", "native_mha", "flashpatch", "flashpatch_fallback"):
+        if call.family not in (
+            "flex",
+            "flex_eager",
+            "native_mha",
+            "native_mha_dense",
+            "flashpatch",
+            "flashpatch_fallback",
+            "unknown",
+        ):
             yield "wrong", "window_ignored", text
     if facts.mask_registered is False:
         yield (
@@ -122,7 +131,7 @@ def _slow(call: Call):
     elif call.family == "flex_eager":
         text = f"FlexAttention outside torch.compile runs as dense operators: {matrix} in memory; torch.compile it"
         yield "slow", "flex_not_compiled", text
-    elif family.kind == "dense" or call.family == "sdpa_efficient":
+    elif call.family in ("sdpa_math", "sdpa_efficient"):
         code = "sdpa_math" if call.family == "sdpa_math" else "sdpa_efficient"
         reasons = "; ".join(f"{name} was not taken: {text}" for name, text in call.refused.items())
         held = f": {matrix} in memory" if call.matrix_bytes else ""
@@ -133,20 +142,21 @@ def _slow(call: Call):
             "spelled out in memory)"
         )
         yield "slow", "heads_expanded", text
-    if call.mask == "causal" and call.mask_shape and call.family in _PLAIN and call.lengths[0] > 1:
+    sdpa = call.family in _PLAIN and not call.family.startswith("native")
+    if call.mask == "causal" and call.mask_shape and sdpa and call.lengths[0] > 1:
         where = " by the compiled model" if facts.compiled else ""
         text = (
             f"a dense mask {list(call.mask_shape)} ({size(call.mask_bytes)}) was made{where} that says only 'causal'; with "
             "is_causal=True and no mask, FlashAttention takes the call"
         )
         yield "slow", "mask_materialised", text
-    if call.mask == "hides nothing" and call.mask_shape and call.family in _PLAIN and call.lengths[0] > 1:
+    if call.mask == "hides nothing" and call.mask_shape and sdpa and call.lengths[0] > 1:
         text = f"a dense mask {list(call.mask_shape)} that hides nothing keeps FlashAttention from taking the call"
         yield "slow", "mask_materialised", text
     if call.dtype in ("float32", "float64") and facts.weights in ("float16", "bfloat16") and family.kind != "unknown":
         text = (
             f"q, k and v are {call.dtype} although the module's weights are {facts.weights}: a norm or a rotary embedding "
-            "cast them up, and no flash kernel on a GPU takes that"
+            "cast them up, and FlashAttention takes 16 bits only"
         )
         yield "slow", "upcast", text
     if call.declines:
@@ -158,6 +168,19 @@ def _slow(call: Call):
 
 
 def _notes(call: Call):
+    if call.family == "native_mha_dense":
+        text = (
+            f"torch's C++ path for nn.MultiheadAttention in eval mode spells attention out on a CPU: a matrix of "
+            f"{list(call.matrix_shape)} {call.matrix_dtype} ({size(call.matrix_bytes)}) in memory; "
+            "torch.backends.mha.set_fastpath_enabled(False) takes scaled_dot_product_attention"
+        )
+        yield "note", "native_path", text
+    if call.family == "native_mha":
+        text = "torch's C++ path chooses inside one operator; trace(profile=True) shows by its kernels what it chose"
+        yield "note", "native_path", text
+    if call.family == "unknown":
+        text = "an operator named after attention that flashpatch does not know: whether it holds the score matrix is not known"
+        yield "note", "unknown_attention", text
     if call.forecast:
         yield "note", "forecast", f"on an NVIDIA GPU FlashAttention would not take this call: {call.forecast}"
 

@@ -101,6 +101,7 @@ def _mask_helper(config: Config) -> Config:
 
 def _bias_helper(config: Config, wide: bool) -> Config:
     """What brings the gradient of a bias from the order of a kernel's threads into its own, in fp32 or q's dtype."""
+    wide = wide and config.dtype != "float32"
     tile = config.block_m, config.block_n, config.num_warps
     kernel = "backward_bias" if config.kernel == "backward_sm80" else "backward_bias_sm75"
     return Config(
@@ -406,7 +407,8 @@ def _has_readable_strides(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0:
         return True
     *strides, last = tensor.stride()
-    return last == 1 and not any(s % 8 and size > 1 for s, size in zip(strides, tensor.shape, strict=False))
+    step = 16 // tensor.element_size()
+    return last == 1 and not any(s % step and size > 1 for s, size in zip(strides, tensor.shape, strict=False))
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def tensors(named: dict, tensors: list):
     for names in (("query", "key", "value"), ("q", "k", "v")):
         if all(isinstance(named.get(name), torch.Tensor) for name in names):
             return tuple(named[name] for name in names)
-    dense = [tensor for tensor in tensors if tensor.dim() >= 3]
+    dense = [tensor for tensor in tensors if tensor.dim() >= 3 and not tensor.is_nested]
     return tuple(dense[:3]) if len(dense) >= 3 else (None, None, None)
 
 
@@ -67,6 +67,21 @@ def shape(tensor: torch.Tensor, heads_last: bool) -> tuple[int, int, int, int]:
     if len(shape) == 3:
         shape = (1, *shape)
     return (shape[0], shape[2], shape[1], shape[3]) if heads_last else shape
+
+
+def native(named: dict) -> list[tuple[int, int, int, int]]:
+    """Shapes of q, k and v inside torch's C++ nn.MultiheadAttention and encoder layer, which project them themselves."""
+    q = named.get("query", named.get("src"))
+    heads = named.get("num_head", named.get("num_heads"))
+    found = []
+    for tensor in (q, named.get("key", q), named.get("value", q)):
+        if tensor.is_nested:
+            sizes = tensor._nested_tensor_size()
+            batch, seqlen = len(sizes), int(sizes[:, 0].max())
+        else:
+            batch, seqlen = tensor.shape[:2]
+        found.append((batch, heads, seqlen, named["embed_dim"] // heads))
+    return found
 
 
 def window(named: dict, side: str) -> int | None:

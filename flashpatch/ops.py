@@ -404,6 +404,7 @@ def _plain_key(q, k, v, causal, softmax_scale, window_size, softcap, determinist
         return (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dtype, index, causal, softmax_scale,
             *window_size, softcap, deterministic or torch.are_deterministic_algorithms_enabled(), on_decline,
+            execution.takes_tf32(dtype),
         )  # fmt: skip
     except (AttributeError, TypeError):
         return None

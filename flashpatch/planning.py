@@ -15,6 +15,7 @@ import yaml
 
 from .problem import DIRECTIONS, DTYPES, Config, Decline, Device, Plan, Problem, Reason
 
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 STATUSES = ("verified", "compiled", "unsupported")
 # Config flag -> features of a Problem that need it compiled in. What is missing here is decided at run time.
 FLAGS = {
@@ -418,12 +419,14 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     """The first tile of the kernel's table that is for such a problem and fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {key: value for key, value in tile.items() if key not in ("features", "short", "spill_bytes")}
+        sizes = {key: value for key, value in tile.items() if key not in ("dtypes", "features", "short", "spill_bytes")}
+        if problem.dtype not in tile.get("dtypes", ("float16", "bfloat16")):
+            continue
         if not set(tile.get("features", problem.features)) <= problem.features:
             continue
         if tile.get("short", problem.short) != problem.short:
             continue
-        config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags)
+        config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags, tf32=problem.tf32)
         if shared_memory(config) <= device.shared_memory:
             return config
     return None
@@ -437,17 +440,18 @@ def value_parts(config: Config) -> int:
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
-    bias = m * n * (4 if config.wide_bias else 2) if config.has_bias else 0
+    element = ELEMENT_BYTES[config.dtype]
+    bias = m * n * (4 if config.wide_bias else element) if config.has_bias else 0
     if config.kernel in ("forward_sm80", "forward_sm75"):
         dv //= value_parts(config)
-        tiles = 2 * (m * d + stages * n * (d + dv)) + bias
-        return max(tiles, 2 * m * dv) + 16 * config.num_warps
+        tiles = element * (m * d + stages * n * (d + dv)) + bias
+        return max(tiles, element * m * dv) + 16 * config.num_warps
     if config.kernel in ("backward_sm80", "backward_sm75"):
         split = config.num_warps * 16 > n
-        tiles = 2 * (n * (d + dv) + stages * m * (d + dv) + n * m * (2 if split else 1))
+        tiles = element * (n * (d + dv) + stages * m * (d + dv) + n * m * (2 if split else 1))
         return tiles + bias + 8 * m + (8 * m if config.has_key_ranges else 0)
     if config.kernel in ("backward_dq", "backward_dq_sm75"):
-        return 2 * m * d
+        return element * m * d
     if config.kernel in ("forward_mask", "backward_mask"):
         return m * n // 8
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them

@@ -26,6 +26,7 @@ class Problem:
     head_dim_v: int
     features: frozenset[str] = frozenset()
     short: bool = False
+    tf32: bool = False  # fp32 with the products rounded to TF32, as the user allowed torch's own matrix products to be
 
     def backward(self) -> Problem:
         """The backward of this forward."""
@@ -77,6 +78,7 @@ class Config:
     has_dropout: bool = False
     deterministic: bool = False
     wide_bias: bool = False  # fp32 beside q, k, v of 16 bits
+    tf32: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,6 @@ class DeclinedError(RuntimeError):
         what = "attention" if isinstance(decline.problem, Problem) else "call"
         super().__init__(f"no flashpatch kernel takes this {what}: {decline}")
         self.decline = decline
+
+    def __reduce__(self):  # errors cross processes: data loaders, launchers, futures
+        return type(self), (self.decline,)

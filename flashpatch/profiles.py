@@ -114,6 +114,12 @@ def _verdict(rows: list[FamilyTime], gpu: bool) -> str:
     if not rows:
         return f"No attention was recognised{where}."
     dense = [row for row in rows if row.verdict == "dense"]
+    unknown = [row for row in rows if row.verdict == "unknown"]
+    if unknown and not dense:
+        names = ", ".join(row.kernels[0].partition("<")[0] for row in unknown)
+        known = [row.title for row in rows if row not in unknown]
+        fused = f"; the rest ran fused: {', '.join(known)}" if known else ""
+        return f"Attention of a kind that is not known ran: {names}{fused}{where}."
     if not dense:
         return f"Every attention ran fused: {', '.join(row.title for row in rows)}{where}."
     share = sum(row.milliseconds for row in dense) / (sum(row.milliseconds for row in rows) or 1.0)

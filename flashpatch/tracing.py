@@ -163,14 +163,22 @@ class Trace:
             raise RuntimeError("another flashpatch.trace() is running in this process; one at a time")
         if self._report is not None:
             raise RuntimeError("this trace has ended; make another with flashpatch.trace()")
+        if self._profile and torch.autograd._profiler_enabled():
+            raise RuntimeError(
+                "a torch profiler is running already: trace without profile=True, and read the file it exports with "
+                "flashpatch audit --profile FILE"
+            )
         self._thread = threading.get_ident()
         self._exits = contextlib.ExitStack()
         if self._profile:
             self._profiler = torch.profiler.profile(acc_events=True)
             self._exits.enter_context(self._profiler)
         self._exits.enter_context(_Mode(self))
-        self._module_call, self._sdpa = torch.nn.Module.__call__, F.scaled_dot_product_attention
-        self._patched_call, self._patched_sdpa = _module_wrapper(self), _sdpa_wrapper(self)
+        self._module_call = torch.nn.Module.__call__
+        self._wrapped = (
+            (torch.nn.Module, "__call__", self._module_call, _module_wrapper(self)),
+            (F, "scaled_dot_product_attention", F.scaled_dot_product_attention, _sdpa_wrapper(self)),
+        )
         self._patch()
         _active = self
         self._began = time.perf_counter()
@@ -188,16 +196,22 @@ class Trace:
         self._stack, self._names = [], {}
 
     def _patch(self) -> None:
-        torch.nn.Module.__call__ = self._patched_call
-        F.scaled_dot_product_attention = self._patched_sdpa
+        for owner, name, original, ours in self._wrapped:
+            if getattr(owner, name) is original:
+                setattr(owner, name, ours)
 
     def _unpatch(self) -> None:
-        torch.nn.Module.__call__ = self._module_call
-        F.scaled_dot_product_attention = self._sdpa
+        """Everything back, but what somebody replaced meanwhile, which is theirs."""
+        for owner, name, original, ours in self._wrapped:
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
 
     def _mine(self) -> bool:
         """Whether the running thread is the traced one, or the backward that it waits for."""
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        if threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1:
+            return True
+        self._statements["what other threads ran; a trace watches the thread that began it"] = None
+        return False
 
     # ---- modules ----
 
@@ -410,6 +424,9 @@ class Trace:
             )
             mark = self._mark(device)
             return lambda out: call.backwards.append((mark, self._mark(device))) if call else None
+        if family.name == "native_mha":
+            mark = self._mark(device)
+            return lambda out: self._after_native(named, tensors, mark)
         q, k, v = operator_reading.tensors(named, tensors)
         if q is None:
             return None
@@ -450,6 +467,23 @@ class Trace:
         for value in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(value, torch.Tensor):
                 self._outputs.put(value, call)
+
+    def _after_native(self, named, tensors, mark) -> None:
+        """torch's C++ path: on a CPU it spells attention out, on a GPU it chooses."""
+        first = tensors[0]
+        shapes, dense = operator_reading.native(named), first.device.type == "cpu"
+        mask = named.get("mask")
+        name = "native_mha_dense" if dense else "native_mha"
+        call = self._note(name, *shapes, first.dtype, first.device, mask)
+        batch, heads, rows, head_dim = shapes[0]
+        columns = shapes[1][2]
+        call.flops = 4.0 * batch * heads * rows * columns * head_dim
+        call.bytes = nbytes(*tensors)
+        if dense:
+            call.matrix_shape, call.matrix_dtype = (batch, heads, rows, columns), module_reading.word(first.dtype)
+            call.matrix_bytes, call.matrices = batch * heads * rows * columns * first.element_size(), 2
+            call.bytes += 4 * call.matrix_bytes
+        call.start, call.stop = mark, self._mark(first.device)
 
     # ---- one call ----
 
@@ -506,7 +540,13 @@ class Trace:
         positions = self._stack[-1].position_ids if self._stack else None
         if positions is None or call.lengths[0] != call.lengths[1]:
             return
-        if call.features & {"varlen", "key_ranges"} or call.family in ("flex", "flex_eager", "native_mha"):
+        if call.features & {"varlen", "key_ranges"} or call.family in (
+            "flex",
+            "flex_eager",
+            "native_mha",
+            "native_mha_dense",
+            "unknown",
+        ):
             return
         known = self._documents.get(positions)
         if known is None:
@@ -632,7 +672,7 @@ def _sdpa_wrapper(trace: Trace):
     original = F.scaled_dot_product_attention
 
     def scaled_dot_product_attention(*args, **kwargs):
-        if torch.compiler.is_compiling() or not trace._mine():
+        if torch.compiler.is_compiling() or trace._report is not None or not trace._mine():
             return original(*args, **kwargs)
         outer = trace._asked
         words = dict(zip(_SDPA_WORDS.values(), args, strict=False))

@@ -75,7 +75,7 @@ def grid() -> tuple[Target, ...]:
                 direction, dtype, head_dim, min(head_dim, max(MATRIX.head_dims_v)), frozenset({feature} - {"plain"})
             )
             for direction, dtype, head_dim, feature in itertools.product(
-                DIRECTIONS, ("float16", "bfloat16"), MATRIX.head_dims, MATRIX.features
+                DIRECTIONS, ("float16", "bfloat16", "float32"), MATRIX.head_dims, MATRIX.features
             )
             if feature != "unequal_head_dims"  # the cases have it, with head dims that are
         }
@@ -108,7 +108,8 @@ def tiles_of(config: Config) -> tuple[tuple[str, int, int], ...]:
     return tuple(
         (config.kernel, bucket, position)
         for position, tile in enumerate(MATRIX.tiles.get(config.kernel, {}).get(bucket, ()))
-        if all(tile[size] == getattr(config, size) for size in ("block_m", "block_n", "num_warps", "num_stages"))
+        if config.dtype in tile.get("dtypes", ("float16", "bfloat16"))
+        and all(tile[size] == getattr(config, size) for size in ("block_m", "block_n", "num_warps", "num_stages"))
     )
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashpatch import costing
+from flashpatch import auditing, costing
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -258,7 +258,9 @@ def test_a_gpu_nobody_measured():
     given = cost(llama(), gpu="rtx 4090", tflops=100.0, bandwidth=1.0, memory=24.0)
     kernel = given.contexts[0].with_kernel
     assert kernel.forward_milliseconds == pytest.approx(kernel.forward_flops / 100e9) and not given.ceilings.measured
-    with pytest.raises(costing.UnknownGpu, match="known: "):
+    wide = cost(llama(), dtype="float32")
+    assert wide.contexts[0].with_kernel.forward_milliseconds is None and "in float32" in " ".join(wide.notes)
+    with pytest.raises(auditing.UnknownGpu, match="known: "):
         cost(llama(), gpu="abacus")
 
 
@@ -301,9 +303,20 @@ def test_the_command_in_words(folder):
     assert "Largest context of one sequence that fits 139.8 GiB" in words
 
 
+def test_the_page_is_complete_and_fetches_nothing(folder, tmp_path):
+    result = run(folder, "--context", "4k,64k", "--price-per-gpu-hour", "2", "--html", tmp_path / "cost.html")
+    page = (tmp_path / "cost.html").read_text(encoding="utf-8")
+    assert (
+        result.exit_code == 0 and page.count("<svg") == 2 and "four times the work" in page and "price fwd+bwd" in page
+    )
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "") and "<script" not in page
+    assert "32 MiB" in page and page.count("<tr>") == 3 + 1 + 4 + 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--html", "/nowhere/x.html"), "there is no folder /nowhere"),
         (("--context", "lots"), "'lots' is no context length; 4096, 8k"),
         (("--context", "0"), "no context length"),
         (("--gpu", "abacus"), "known: "),

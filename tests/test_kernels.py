@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashpatch import cases, emulator, launcher, planning, verification
+import flashpatch
+from flashpatch import cases, counting, emulator, launcher, planning, reference, verification
 from flashpatch.call import Call
 from flashpatch.problem import Plan, Problem
 
@@ -27,7 +28,7 @@ TURING = planning.device_for((7, 5), "Turing", backend="emulated")
 DEVICES = (AMPERE, HOPPER, TURING)
 MATRIX = planning.support()
 DECODER, PACKED = frozenset(("causal", "gqa")), frozenset(("causal", "varlen"))  # of cases.EVERYDAY
-MOST_BUILDS = 90  # of the claims in the default run: each costs a second
+MOST_BUILDS = 100  # of the claims in the default run: each costs a second
 
 
 # ---- what the matrix claims ----
@@ -129,6 +130,57 @@ def test_the_default_run_reaches_every_kernel_and_feature():
     assert own <= {(kernel, head_dim) for kernel, _, _, head_dim, _ in cells}
     assert {generation for _, generation, *_ in cells} == {device.generation for device in DEVICES}
     assert len({config for claim in QUICK for config in builds(*claim)}) <= MOST_BUILDS
+
+
+# ---- fp32 ----
+
+
+def attention_errors(monkeypatch, q, k, v):
+    """Largest errors against fp64 of fp32 attention through the emulated kernels, and what was launched."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    counting.reset_counts()
+    out = flashpatch.attention(q, k, v)
+    expected, _ = reference.attention(q, k, v)
+    return float((out.double() - expected).abs().max()), flashpatch.stats()["launches"]
+
+
+def test_tf32_is_the_users_choice(monkeypatch):
+    """Exact by default; one TF32 product where torch's own matrix products may be rounded so, and counted as that."""
+    q, k, v = (torch.randn(1, 40, 2, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    error, launches = attention_errors(monkeypatch, q, k, v)
+    assert error < 2e-6 and launches == {"forward_sm80": 1}
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        error, launches = attention_errors(monkeypatch, q, k, v)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert 2e-5 < error < 2e-3 and launches == {"forward_sm80 (TF32)": 1}
+
+
+@pytest.mark.parametrize("scale", [1e-39, 2.0**-100, 2.0**60, 1e30], ids=["subnormal", "tiny", "large", "huge"])
+def test_fp32_keeps_its_range(monkeypatch, scale):
+    """v of any magnitude: an error relative to it, not to 1; below 2^-113 what TF32's smallest numbers, 2^-136, can tell apart."""
+    q, k, v = (torch.randn(1, 20, 1, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    error, _ = attention_errors(monkeypatch, q, k, v * scale)
+    assert error < 2e-6 * scale + 2.0**-136
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_fp32_infinities_and_nan_are_those_of_fp32(monkeypatch, value):
+    """Column 3 of v holds one; the others stay finite. A key with an infinity is seen by rows or hidden, as its sign says."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    q, k, v = (torch.randn(1, 20, 1, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    v[0, 5, 0, 3] = value
+    out = flashpatch.attention(q, k, v)
+    wanted = torch.full((20,), value)
+    assert torch.equal(out[0, :, 0, 3].nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0))
+    assert out[..., :3].isfinite().all() and out[..., 4:].isfinite().all()
+    q, k, v = q.abs(), k.clone(), v.nan_to_num(0.0, 0.0, 0.0)
+    k[0, 5, 0, 3] = value
+    expected = reference.attention(q, k, v, upcast=False)[0]
+    found = flashpatch.attention(q, k, v)
+    assert torch.equal(found.isfinite(), expected.isfinite())
 
 
 # ---- drawn problems ----
@@ -492,7 +544,7 @@ def test_no_bank_conflicts_in_the_wide_backward():
 
 
 LOST_SWIZZLES = {
-    "Ampere": (AMPERE, "tile.cuh", "(chunk ^ ((row / kRowsPerStep) & kSwizzle))", "chunk", "forward_sm80"),
+    "Ampere": (AMPERE, "tile.cuh", "(chunk ^ fold(row))", "chunk", "forward_sm80"),
     "Hopper": (HOPPER, "backward_sm90.cuh", "lane_index() >> 4) ^ (lane_index() & 7)", "lane_index() >> 4)", "backward_sm90"),
 }  # fmt: skip
 

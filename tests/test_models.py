@@ -168,6 +168,6 @@ def test_checkpointing_changes_no_gradient(reentrant, strict_device):
 
 def test_strict_refuses_what_no_kernel_takes(monkeypatch):
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
-    model, inputs = BY_NAME["llama"].model(), BY_NAME["llama"].inputs()  # fp32
+    model, inputs = BY_NAME["llama"].model().double(), BY_NAME["llama"].inputs()
     with patcher.apply(model, strict=True), pytest.raises(flashpatch.DeclinedError, match="dtype"):
         model(**inputs)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import pickle
 
 import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashpatch import auditing, compiler, execution, launcher, planning
+from flashpatch import auditing, compiler, emulator, execution, launcher, planning
 from flashpatch.planning import MatrixError, load_matrix, resolve, shared_memory
-from flashpatch.problem import DIRECTIONS, DTYPES, Decline, Device, Plan, Problem
+from flashpatch.problem import DIRECTIONS, DTYPES, Decline, DeclinedError, Device, Plan, Problem, Reason
 
 MATRIX = planning.support()
 RAW = yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))
@@ -43,9 +44,9 @@ def test_every_claim_resolves_to_a_kernel_that_fits(device):
 def test_no_claim_is_lost_to_shared_memory(device):
     """Every head dim the matrix claims has a tile on every GPU it names: the backward at 256 in 99 KB."""
     for cell in MATRIX.cells.values():
-        # above 256, the smaller GPUs of a generation decline by name
-        if cell.generation == device.generation and cell.feature == "plain" and cell.head_dim <= 256:
-            answer = resolve(Problem(cell.direction, cell.dtype, cell.head_dim, cell.head_dim), device)
+        problem = Problem(cell.direction, cell.dtype, cell.head_dim, cell.head_dim)
+        if cell.generation == device.generation and cell.feature == "plain" and not beyond_99_kb(problem):
+            answer = resolve(problem, device)
             assert isinstance(answer, Plan), str(answer)
 
 
@@ -58,9 +59,9 @@ FLAGS = tuple(planning.FLAGS)
 def configs_on(capability):
     """Every Config a GPU can come to: each of its kernels' tiles that planning may choose, dtypes and features."""
     device = planning.device_for(capability)
-    kernels = {cell.kernel: cell for cell in MATRIX.cells.values() if cell.generation == device.generation}
-    for kernel, table in MATRIX.tiles.items():
-        if kernel not in kernels:
+    dtypes = {(cell.kernel, cell.dtype) for cell in MATRIX.cells.values() if cell.generation == device.generation}
+    for (kernel, table), dtype in itertools.product(MATRIX.tiles.items(), ("float16", "float32")):
+        if (kernel, dtype) not in dtypes:
             continue
         for bucket, other in itertools.product(table, (32, *table)):
             for asked in [
@@ -70,7 +71,7 @@ def configs_on(capability):
             ]:
                 head_dims = (bucket, min(bucket, other)), (min(bucket, other), bucket)
                 for (head_dim, head_dim_v), short in itertools.product(head_dims, (False, True)):
-                    problem = Problem(MATRIX.kernels[kernel], "float16", head_dim, head_dim_v, asked, short)
+                    problem = Problem(MATRIX.kernels[kernel], dtype, head_dim, head_dim_v, asked, short)
                     config = planning._config(problem, device, kernel, (head_dim, head_dim_v), MATRIX)
                     if config is not None:
                         yield device, config
@@ -158,6 +159,12 @@ def printed_answer(problem, generation):
     return {f"no single kernel has {' + '.join(sorted(wanted))} together"}
 
 
+def beyond_99_kb(problem) -> bool:
+    """What a generation may claim although its smaller GPUs lack the shared memory; they decline by name."""
+    largest = max(problem.head_dim, problem.head_dim_v)
+    return largest > 256 or (problem.dtype == "float32" and problem.direction == "backward" and largest > 192)
+
+
 head_dims = st.one_of(st.integers(1, 80).map(lambda n: 8 * n), st.integers(0, 600), st.sampled_from(MATRIX.head_dims))
 
 
@@ -184,7 +191,7 @@ def test_a_faked_gpu_gets_what_the_matrix_prints(device, problem):
     elif printed == {"head_dim"}:
         assert {reason.code for reason in answer.reasons} == printed
     elif {reason.code for reason in answer.reasons} == {"shared_memory"}:
-        assert isinstance(printed, tuple) and max(problem.head_dim, problem.head_dim_v) > 256
+        assert isinstance(printed, tuple) and beyond_99_kb(problem)
         assert device.shared_memory < planning.gpu("a100").shared_memory
     else:
         assert {reason.text for reason in answer.reasons} == printed
@@ -203,7 +210,7 @@ def test_audit_prints_what_the_matrix_has(device):
         head_dim_v = min(head_dim, MATRIX.head_dims_v[-1])
         problem = Problem(direction, dtype, head_dim, head_dim_v, frozenset({feature} - {"plain"}))
         answer = printed_answer(problem, device.generation)
-        if head_dim > 256 and device.shared_memory < planning.gpu("a100").shared_memory:
+        if beyond_99_kb(problem) and device.shared_memory < planning.gpu("a100").shared_memory:
             answer = set()
         assert found == (answer if isinstance(answer, tuple) else (None, "unsupported"))
 
@@ -274,9 +281,38 @@ def test_all_reasons_at_once_and_what_would_run():
     answer = resolve(Problem("forward", "float32", 100, 52), planning.gpu("h200"))
     assert [reason.code for reason in answer.reasons] == ["head_dim", "head_dim"]
     assert "multiple of 8" in str(answer) and "104" in answer.nearest
-    answer = resolve(Problem("backward", "float32", 64, 64, frozenset({"bias"})), planning.gpu("h200"))
+    answer = resolve(Problem("backward", "float64", 64, 64, frozenset({"bias"})), planning.gpu("h200"))
     assert {reason.code for reason in answer.reasons} == {"dtype"}
     assert answer.nearest.startswith("bfloat16, head_dim 64")
+
+
+@pytest.mark.parametrize("features", [(), ("bias", "key_ranges")], ids=["plain", "with a bias"])
+def test_fp32_declines_only_what_exceeds_shared_memory(features):
+    """Rows of fp32 are twice as long: in 99 KB the backward of head dim 256 has no tile, everything else up to there has one."""
+    for device in GPUS:
+        if device.generation in ("volta", "turing"):
+            continue
+        for direction, head_dim in itertools.product(DIRECTIONS, MATRIX.head_dims):
+            head_dim_v = min(head_dim, MATRIX.head_dims_v[-1])
+            answer = resolve(Problem(direction, "float32", head_dim, head_dim_v, frozenset(features)), device)
+            small = device.shared_memory < 100 * 1024
+            if head_dim > 256 or (direction, head_dim, small) == ("backward", 256, True):
+                assert {reason.code for reason in answer.reasons} <= {"shared_memory", "head_dim"}, str(answer)
+            else:
+                assert isinstance(answer, Plan), (device.name, str(answer))
+                assert {c.dtype for c in launcher.configs(answer.config)} == {"float32"}
+
+
+def test_fp32_has_no_wider_bias():
+    (reason,) = resolve(Problem("forward", "float32", 64, 64, frozenset({"wide_bias"})), planning.gpu("h200")).reasons
+    assert reason.code == "wide_bias" and "counts as `bias`" in reason.text
+
+
+def test_tf32_is_another_kernel_of_the_same_cells():
+    exact, rounded = (
+        resolve(Problem("forward", "float32", 64, 64, tf32=tf32), planning.gpu("a100")) for tf32 in (False, True)
+    )
+    assert rounded.cells == exact.cells and rounded.config == dataclasses.replace(exact.config, tf32=True)
 
 
 @pytest.mark.parametrize(
@@ -356,3 +392,19 @@ def test_a_plan_names_every_kernel_it_launches():
     plan = resolve(Problem("backward", "bfloat16", 64, 64), planning.gpu("h200"))
     kernels = [config.kernel for config in launcher.configs(plan.config)]
     assert kernels == list(launcher.launches(plan.config)) and len(kernels) == 3
+
+
+def test_errors_cross_processes():
+    """Data loaders and launchers pickle what a worker raised; the reasons must arrive with it."""
+    reason = Reason("no_nvrtc", "there is none")
+    decline = Decline(Problem("forward", "float16", 64, 64), (reason,))
+    place = ("forward_sm80", "attention_forward_sm80", 1, 2, "tile.cuh:3", "out of bounds")
+    for error, fields in (
+        (DeclinedError(decline), {"decline": decline}),
+        (compiler.CompileError(reason, "line 3"), {"reason": reason, "log": "line 3"}),
+        (emulator.BuildError(reason), {"reason": reason}),
+        (emulator.EmulationError(*place), {"block": 1, "what": "out of bounds"}),
+    ):
+        found = pickle.loads(pickle.dumps(error))
+        assert type(found) is type(error) and str(found) == str(error)
+        assert {name: getattr(found, name) for name in fields} == fields

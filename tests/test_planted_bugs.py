@@ -140,6 +140,10 @@ BACKWARD_DROPOUT = backward(dropout_p=0.3)
 BACKWARD_VARLEN = backward(features=("varlen",))
 TURING_FORWARD = turing("forward_sm75")
 TURING_BACKWARD = turing("backward_sm75")
+FP32 = forward(dtype=torch.float32)
+FP32_MASK = forward(dtype=torch.float32, features=("mask", "bias", "nan"))
+FP32_BACKWARD = backward(dtype=torch.float32)
+FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64)
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
@@ -409,7 +413,7 @@ BUGS = [
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // out overwrites", "// out overwrites", "WIDE_V"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // all of out", "// all of out", "PLAIN"),
     Bug("forward_sm80.cu", "swapped stage", "load_k(n_next, stage ^ 1)", "load_k(n_next, stage)", "PLAIN"),
-    Bug("forward_sm80.cu", "swapped stage", "down_first(v_smem(stage), 0, 0)", "down_first(v_smem(stage ^ 1), 0, 0)", "PLAIN"),
+    Bug("forward_sm80.cu", "swapped stage", "right_rows(v_smem(stage), 0)", "right_rows(v_smem(stage ^ 1), 0)", "PLAIN"),
     Bug("forward_sm80.cu", "head mapping", "head / (p.num_heads_q / p.num_heads_kv)", "head % p.num_heads_kv", "PLAIN"),
     Bug("seqlen.cuh", "32-bit offset", "first + row * stride", "first + (i64)(int)((u32)row * (u32)stride)", "HUGE"),
     Bug("forward_sm80.cu", "past the end", "j_lane == 0 && i < sequence.q_length", "j_lane == 0", "PLAIN"),
@@ -460,7 +464,7 @@ BUGS = [
     Bug("backward_sm80.cu", "stale bias", "      if constexpr (kHasBias) {\n        if (next.head < group) load_next_bias(next);", "      if constexpr (kHasBias) {\n        if (next.head < group) load_next_bias(block);", "BACKWARD_BIAS_SPLIT"),
     Bug("backward_bias.cu", "past the end", "if (i < rows && j < keys)", "if (j < keys)", "BACKWARD_SCORES"),
     Bug("backward_bias.cu", "wrong key", "(e >> 1) * 8;", "(e >> 1) * 4;", "BACKWARD_SCORES"),
-    Bug("mask.cuh", "NaN let through", "(~pair & kExponent) == 0 || ", "", "MASK"),
+    Bug("mask.cuh", "NaN let through", "(~word & kExponent) == 0 || ", "", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // everybody has looked", "// everybody has looked", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // zeroed", "// zeroed", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "RANGES"),
@@ -482,9 +486,9 @@ BUGS = [
     Bug("seqlen.cuh", "start of a sequence", "s.k_start = begin;", "s.k_start = 0;", "VARLEN"),
     # tiles
     Bug("tile.cuh", "swizzle on one side", "(lane_offset ^ ((chunk", "(lane_offset + ((chunk", "PLAIN"),
-    Bug("tile.cuh", "no swizzle at all", "(chunk ^ ((row / kRowsPerStep) & kSwizzle))", "chunk", "PLAIN"),
-    Bug("tile.cuh", "alignment", "(n & 1)) + t * 4,", "(n & 1)) + t * 2,", "PLAIN"),
-    Bug("tile.cuh", "transposition", "ldmatrix_x4_trans(b_frag", "ldmatrix_x4(b_frag", "PLAIN"),
+    Bug("tile.cuh", "no swizzle at all", "(chunk ^ fold(row))", "chunk", "PLAIN"),
+    Bug("tile.cuh", "alignment", "address(row, fragment) + t * 4", "address(row, fragment) + t * 2", "PLAIN"),
+    Bug("product.cuh", "transposition", "ldmatrix_x4_trans(b_frag", "ldmatrix_x4(b_frag", "PLAIN"),
     Bug("tile.cuh", "matrix order", "chunk + (lane_index() >> 4))", "chunk + ((lane_index() >> 3) & 1))", "PLAIN"),
     Bug("tile.cuh", "past the end", "(u32)(row - row_begin) < rows && ", "", "PLAIN"),
     Bug("tile.cuh", "unwritten tail", "if (row < row_end && chunk", "if (row < row_end - 1 && chunk", "PLAIN"),
@@ -498,13 +502,13 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
-    Bug("backward_sm80.cu", "wrong columns", "(pair * kDqWarpsN + dq_n) * 2)", "dq_n * 2)", "BACKWARD_LARGE"),
+    Bug("backward_sm80.cu", "wrong columns", "pair * kDqWarpsN + dq_n)", "dq_n)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "skipped block", "larger(any.begin, first_key) <", "larger(all.begin, first_key) <", "BACKWARD_RANGES"),
     Bug("backward_sm80.cu", "unmasked block", "next_masked || all.begin > first_key || all.end <", "next_masked || all.end <", "BACKWARD_LATE"),
     Bug("backward_delta.cu", "wrong hull", "any_end = larger(any_end, shfl_xor(any_end, lanes));", "", "BACKWARD_RANGES"),
     Bug("backward_delta.cu", "wrong hull", "all_begin = larger(all_begin, begin);", "", "BACKWARD_LATE"),
-    Bug("backward_delta.cu", "lost columns", "c < kChunks; c += kLanes", "c < kLanes; c += kLanes", "BACKWARD_LARGE"),
+    Bug("backward_delta.cu", "lost columns", "chunk < kChunks; chunk += kLanes", "chunk < kLanes; chunk += kLanes", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "missing scale", "scale(dk_frag, p.softmax_scale);", "", "BACKWARD"),
     Bug("backward_sm80.cu", "missing delta", "dp = s * (dp - (e & 1 ? delta.y : delta.x));", "dp = s * dp;", "BACKWARD"),
     Bug("backward_sm80.cu", "logsumexp base", "row_logsumexp = logsumexp * kLog2e", "row_logsumexp = logsumexp", "BACKWARD"),
@@ -516,7 +520,7 @@ BUGS = [
     Bug("backward_delta.cu", "missing dlogsumexp", "if (p.dlogsumexp) sum -=", "if (false) sum -=", "BACKWARD"),
     Bug("backward_delta.cu", "not zeroed", "i < kBlockM * kHeadDim; i +=", "i < kBlockM * kHeadDim / 2; i +=", "BACKWARD"),
     Bug("backward_delta.cu", "partial sum", "int lanes = kLanes / 2", "int lanes = kLanes / 4", "BACKWARD"),
-    Bug("backward_dq.cu", "missing scale", "c[2] * p.softmax_scale, c[3]", "c[2], c[3]", "BACKWARD"),
+    Bug("backward_dq.cu", "missing scale", "= c[e] * p.softmax_scale", "= c[e]", "BACKWARD"),
     Bug("backward_dq.cu", "dropped barrier", "sync_block();  // the whole tile", "// the whole tile", "BACKWARD"),
     # Turing: products of 8 columns, copies through registers, floats added one by one
     Bug("substitutes_sm75.cuh", "wrong half", "mma_m16n8k8(d, a[2], a[3], b1)", "mma_m16n8k8(d, a[2], a[3], b0)", "TURING_FORWARD"),
@@ -530,6 +534,20 @@ BUGS = [
     Bug("tile.cuh", "wrong element", "element * 32 + lane_index()", "element * 16 + lane_index()", "TURING_BACKWARD"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has landed", "// V has landed", "TURING_FORWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // Q, dO and", "// Q, dO and", "TURING_BACKWARD"),
+    # fp32
+    Bug("product_fp32.cuh", "lost small parts", "? high + (low + high * kLost) : high", "? high : high", "FP32"),
+    Bug("product_fp32.cuh", "lost half of the small parts", "b[pair][e].low, b[pair][e + 1].low);", "0u, 0u);", "FP32"),
+    Bug("product_fp32.cuh", "order of the contraction", "T::offset(row + 2 * t, chunk", "T::offset(row + t, chunk", "FP32"),
+    Bug("product_fp32.cuh", "swizzle of odd rows", "chunk & T::kSwizzle ^ 4", "chunk & T::kSwizzle", "FP32"),
+    Bug("product_fp32.cuh", "forgotten sum", "acc[m][first * 2 + n][e] += tile", "acc[m][first * 2 + n][e] = tile", "FP32"),
+    Bug("product_fp32.cuh", "stale fragments", "if (kPrefetch && k + 1 < kSteps) load(k + 1);", "", "FP32"),
+    Bug("product.cuh", "order of the contraction", "packed[m][k][(e & 1) * 2 + (e >> 1)]", "packed[m][k][e]", "FP32_BACKWARD"),
+    Bug("product.cuh", "rows for columns", "a_frag[m][1] = pair[2], a_frag[m][2] = pair[1]", "a_frag[m][1] = pair[1], a_frag[m][2] = pair[2]", "FP32_BACKWARD"),
+    Bug("product.cuh", "order of the contraction", "a_frag[m][half] = pair.x, a_frag[m][half + 2] = pair.y;", "a_frag[m][half] = pair.y, a_frag[m][half + 2] = pair.x;", "FP32_SPLIT"),
+    Bug("tile.cuh", "half a row", "fragment * 2 + (t >> 1)) + (t & 1) * 8", "fragment * 2) + (t & 1) * 8", "FP32"),
+    Bug("tile.cuh", "no swizzle at all", "((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1)", "0", "FP32"),
+    Bug("mask.cuh", "NaN let through", "(~word & 0x7f800000u) == 0", "false", "FP32_MASK"),
+    Bug("bias.cuh", "half a bias", "kIsFp32 || kWideBias", "kWideBias", "FP32_MASK"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<1>();", "", "HOPPER_FORWARD"),

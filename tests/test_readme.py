@@ -138,3 +138,19 @@ def test_feature_table_is_what_was_measured():
     report = json.loads((ROOT / "tests" / "evidence" / "h200_features.json").read_text())
     table = README.split("<!-- features:begin -->\n")[1].split("\n<!-- features:end -->")[0]
     assert table == feature_costs.table(report)
+
+
+def test_fp32_tables_are_what_was_measured():
+    """And what they show: faster than SDPA's efficient backend everywhere, with smaller errors than its own and eager's."""
+    from flashpatch import benchmarking
+
+    report = json.loads((ROOT / "tests" / "evidence" / "h200_fp32.json").read_text())
+    shown = README.split("<!-- fp32:begin -->\n")[1].split("\n<!-- fp32:end -->")[0]
+    assert shown.startswith(benchmarking.speed_table(report)) and shown.endswith(benchmarking.accuracy_table(report))
+    errors = {
+        (a["shape"]["head_dim"], a["shape"]["causal"], a["tensor"], a["variant"]): a["rms"]
+        for a in report["accuracies"]
+    }
+    for (*cell, variant), error in errors.items():
+        if variant == "sdpa_efficient":
+            assert errors[(*cell, "flashpatch")] < error < errors[(*cell, "flashpatch_tf32")]

@@ -56,6 +56,8 @@ def test_a_script_that_raises_keeps_its_traceback_and_its_report(script):
     done = run(script, "-x")
     assert done.returncode == 1
     assert "KeyError: 'in the script'" in done.stderr
+    first = done.stderr.split("Traceback (most recent call last):\n")[1].splitlines()[0]
+    assert f'File "{script}"' in first  # as under python, whose own frames nobody sees
     assert "model.layers.0.self_attn" in done.stderr
 
 
@@ -67,3 +69,11 @@ def test_strict_makes_a_decline_an_error_and_a_missing_script_is_wrong_usage(scr
     done = run("-m", "helper_beside_the_script", cwd=script.parent)
     assert done.returncode == 0
     assert "no attention of helper_beside_the_script came to flashpatch" in done.stderr
+
+
+def test_what_cannot_start_is_a_sentence_and_an_interrupt_is_one(tmp_path):
+    done = run("-m", "no_such_module")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "there is no module no_such_module" in done.stderr
+    (tmp_path / "__main__.py").write_text("import sys\nprint(sys.argv[1:], __name__)\nraise KeyboardInterrupt\n")
+    done = run(tmp_path, "--x")
+    assert (done.returncode, done.stdout) == (130, "['--x'] __main__\n") and "KeyboardInterrupt" in done.stderr

@@ -4,6 +4,7 @@ healthy models raise no alarm."""
 import gzip
 import json
 import math
+import threading
 
 import pytest
 import torch
@@ -145,6 +146,28 @@ def test_multihead_attention_that_returns_weights_is_eager():
     assert traced(layer, x, x, x).rows[0].family == "eager"
     report = traced(layer, x, x, x, need_weights=False)
     assert report.rows[0].family == "sdpa_flash_cpu" and report.holds
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padding"])
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_torchs_encoder_fast_path_is_seen_inside_its_one_operator(padded):
+    """With padding it runs on nested tensors; on a CPU it spells attention out either way."""
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).eval()
+    padding = torch.arange(9) >= torch.tensor([[9], [5]]) if padded else None
+    with torch.inference_mode():
+        report = traced(model, noise(2, 9, 32), src_key_padding_mask=padding)
+    assert [(row.path, row.family, row.q) for row in report.rows] == [
+        (f"layers.{index}", "native_mha_dense", [2, 2, 9, 16]) for index in range(2)
+    ]
+    assert codes(report, "note") == {"native_path"} and report.rows[0].matrix_shape == [2, 2, 9, 9]
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.inference_mode():
+            report = traced(model, noise(2, 9, 32))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert {row.family for row in report.rows} == {"sdpa_flash_cpu"}
 
 
 def test_what_is_no_attention_is_not_reported():
@@ -423,6 +446,39 @@ def test_checkpointed_functions_and_threads_do_no_harm():
     assert {row.family for row in report.rows} == {"eager"}
 
 
+def test_what_another_thread_runs_is_said_not_to_be_seen():
+    model = BY_NAME["llama"].model("sdpa")
+    with flashpatch.trace() as t:
+        thread = threading.Thread(target=model, args=(ids(),))
+        thread.start()
+        thread.join()
+    assert t.report.rows == [] and "other threads" in " ".join(t.report.statements)
+
+
+def test_what_is_replaced_inside_the_block_stays_replaced():
+    original = F.scaled_dot_product_attention
+
+    def theirs(q, k, v, **_):
+        return spelled_out(q, k, v)
+
+    try:
+        with flashpatch.trace() as t:
+            F.scaled_dot_product_attention = theirs
+            sdpa(*qkv())
+        assert F.scaled_dot_product_attention is theirs and t.report.rows[0].family == "eager"
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def test_a_profiler_that_runs_already_is_left_alone():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(RuntimeError, match="audit --profile"), flashpatch.trace(profile=True):
+            pass
+        with flashpatch.trace() as t:
+            sdpa(*qkv())
+    assert len(t.report.rows) == 1 and any("attention" in event.name for event in profiler.events())
+
+
 def test_flex_attention_uncompiled_is_found():
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
     report = traced(flex_attention, *(noise(1, 2, 128, 16) for _ in range(3)), block_mask=blocks)
@@ -504,7 +560,20 @@ KERNELS = {
     "attention_forward_sm90": ("flashpatch", False),
     "attention_backward_sm80": ("flashpatch", True),
     "void flashinfer::BatchPrefillWithPagedKVCacheKernel<x>": ("flashinfer", False),
+    "void flashinfer::mla::BatchMLAPagedAttentionKernel<x>": ("flashinfer", False),
     "void vllm::paged_attention_v2_kernel<bf16>": ("paged", False),
+    "kernel_unified_attention_2d": ("paged", False),
+    "_fwd_grouped_kernel_stage1": ("paged", False),
+    "fmha_v2_flash_attention_bf16_64_128_S_q_paged_kv_128_causal_sm90_kernel": ("paged", False),
+    "fmhaSm100aKernel_QkvBfloat16OBfloat16H128PagedKvCausal": ("paged", False),
+    "flash_fwd_splitkv_mla_kernel": ("flash_attn", False),
+    "void xformers::fmha_cutlassF_f16_aligned_64x128_rf_sm80": ("xformers", False),
+    "void cutlass::device_kernel<cutlass::fmha::kernel::Sm100FmhaFwdKernelTmaWarpspecialized<x>>": ("fmha", False),
+    "void ck_tile::FmhaBwdDQDKDVKernel<x>_bwd": ("fmha", True),
+    "attn_fwd.kd": ("triton_attention", False),
+    "_bwd_kernel_dkdv": ("triton_attention", True),
+    "void somebody::SparseAttentionKernel<x>": ("unknown", False),
+    "_fwd_kernel": ("unknown", False),
 }  # fmt: skip
 
 
@@ -513,6 +582,29 @@ def test_kernels_are_known_by_name(name):
     family, backward = KERNELS[name]
     (row,) = profiles.classify([kernel(name, 0)]).families
     assert (row.family, row.backward_calls, row.calls) == (family, int(backward), int(not backward))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["void flashinfer::RMSNormKernel<8u>", "void flashinfer::BatchQKApplyRotaryPosIdsCosSinCacheKernel<x>",
+     "void vllm::reshape_and_cache_flash_kernel<bf16>", "void vllm::merge_attn_states_kernel<x>", "chunk_gated_delta_rule_fwd_kernel_h",
+     "_linear_attn_decode_kernel", "void vllm::concat_and_cache_mla_kernel<x>", "fused_qk_norm_rope", "nvjet_sm90_tst_128x128",
+     "void at::native::elementwise_kernel<attention>", "topk_softmax"],
+)  # fmt: skip
+def test_what_an_engine_runs_around_attention_is_none(name):
+    assert profiles.classify([kernel(name, 0)]).families == []
+
+
+def test_attention_that_is_not_known_is_said_to_be_unknown():
+    report = profiles.classify([kernel("void somebody::SparseAttentionKernel<x>", 0), kernel("flash_fwd_kernel", 10)])
+    assert {row.family: row.verdict for row in report.families} == {"unknown": "unknown", "flash_attn": "flash"}
+    assert "not known ran: void somebody::SparseAttentionKernel; the rest ran fused: flash-attn" in report.verdict
+    library = torch.library.Library("somebody", "FRAGMENT")
+    library.define("sparse_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
+    library.impl("sparse_attention", lambda q, k, v: q.clone(), "CPU")
+    seen = traced(torch.ops.somebody.sparse_attention, *qkv())
+    assert [row.kind for row in seen.rows] == ["unknown"] and "unknown_attention" in codes(seen, "note")
+    assert findings.violations(seen, expect="flash") and not findings.violations(seen, forbid="dense")
 
 
 def test_eager_is_a_softmax_between_two_products():

@@ -70,6 +70,34 @@ void run_mma_k8(void* const (&arguments)[kLanes], Site site) {
   }
 }
 
+// d[16x8] += a[16x8] b[8x8]. a[0..3]: (row g, column t), (g + 8, t), (g, t + 4), (g + 8, t + 4); b[0..1]: rows t and t + 4 of
+// column g; d as above. Products are exact and the sum is rounded once, towards zero (Fasi et al., "Numerical behavior of
+// NVIDIA tensor cores", 2021), so that a sum kept in the accumulators for too long shows here too.
+void run_mma_tf32(void* const (&arguments)[kLanes], Site site) {
+  count("mma_m16n8k8_tf32", site);
+  float a[16][8], b[8][8], d[16][8];
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    const MmaArguments& in = *static_cast<const MmaArguments*>(arguments[lane]);
+    const u32 g = lane / 4, t = lane % 4;
+    for (u32 i = 0; i < 4; ++i) {
+      a[g + i % 2 * 8][t + i / 2 * 4] = tf32_to_float(in.a[i]);
+      d[g + i / 2 * 8][2 * t + i % 2] = in.d[i];
+    }
+    for (u32 i = 0; i < 2; ++i) b[t + i * 4][g] = tf32_to_float(in.b[i]);
+  }
+  for (u32 row = 0; row < 16; ++row)
+    for (u32 column = 0; column < 8; ++column) {
+      double sum = d[row][column];
+      for (u32 k = 0; k < 8; ++k) sum += static_cast<double>(a[row][k]) * b[k][column];
+      d[row][column] = towards_zero(sum);
+    }
+  for (u32 lane = 0; lane < kLanes; ++lane) {
+    float* out = static_cast<const MmaArguments*>(arguments[lane])->d;
+    const u32 g = lane / 4, t = lane % 4;
+    for (u32 i = 0; i < 4; ++i) out[i] = d[g + i / 2 * 8][2 * t + i % 2];
+  }
+}
+
 struct LdmatrixArguments {
   u32* r;
   u32 address;
@@ -181,6 +209,7 @@ void run_sync_warp(void* const (&)[kLanes], Site site) {
 const Collective kMmaBf16{"mma_m16n8k16", run_mma<true>};
 const Collective kMmaFp16{"mma_m16n8k16", run_mma<false>};
 const Collective kMmaK8{"mma_m16n8k8", run_mma_k8};
+const Collective kMmaTf32{"mma_m16n8k8_tf32", run_mma_tf32};
 const Collective kLdmatrix{"ldmatrix_x4", run_ldmatrix<false>};
 const Collective kLdmatrixTrans{"ldmatrix_x4_trans", run_ldmatrix<true>};
 const Collective kShflXor{"shfl_xor", run_shfl};
@@ -202,6 +231,11 @@ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool is_bf16
 void mma_m16n8k8(float (&d)[4], u32 a0, u32 a1, u32 b0, Site site) {
   MmaK8Arguments arguments{d, {a0, a1}, b0};
   rendezvous(kMmaK8, &arguments, site);
+}
+
+void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Site site) {
+  MmaArguments arguments{d, a, {b0, b1}};
+  rendezvous(kMmaTf32, &arguments, site);
 }
 
 void ldmatrix(u32 (&r)[4], u32 address, bool transposed, Site site) {

@@ -64,6 +64,7 @@ void copy_async_wait(u32 pending, Site site);
 void ldmatrix(u32 (&r)[4], u32 address, bool transposed, Site site);
 void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool is_bf16, Site site);
 void mma_m16n8k8(float (&d)[4], u32 a0, u32 a1, u32 b0, Site site);
+void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, Site site);
 u32 shfl_xor(u32 value, int mask, Site site);
 u32 vote(bool predicate, Site site);  // the ballot
 

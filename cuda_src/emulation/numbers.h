@@ -1,4 +1,4 @@
-// 16-bit floating point on the host: exact widening, narrowing to nearest even.
+// 16-bit floating point on the host: exact widening, narrowing to nearest even; TF32 in 32 bits.
 #pragma once
 #include "machine.h"
 
@@ -42,6 +42,20 @@ inline u32 float_to_fp16(float x) {
   }
   const u32 rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return sign | ((rounded - 0x38000000u) >> 13);
+}
+
+inline float towards_zero(double x) {
+  const float rounded = static_cast<float>(x);
+  const double excess = x < 0 ? x - rounded : rounded - x;
+  return excess > 0 && bits_of(rounded) << 1 < 0xff000000u ? float_of(bits_of(rounded) - 1) : rounded;
+}
+
+// What a tensor core sees of an operand: the 13 low bits are ignored.
+inline float tf32_to_float(u32 bits) { return float_of(bits & 0xffffe000u); }
+
+inline u32 float_to_tf32(float x) {  // ties away from zero
+  const u32 bits = bits_of(x);
+  return ((bits & 0x7fffffffu) < 0x7f800000u ? bits + 0x1000u : bits) & 0xffffe000u;
 }
 
 template <bool kIsBf16>

@@ -100,6 +100,10 @@ template <bool kIsBf16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
 }
 #endif
 
+DEVICE void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, SITE) {
+  emulation::mma_m16n8k8_tf32(d, a, b0, b1, site);
+}
+
 // ---- threads with each other ----
 DEVICE void sync_block(SITE) { emulation::sync_block(site); }
 DEVICE void sync_warp(SITE) { emulation::sync_warp(site); }
@@ -126,6 +130,7 @@ DEVICE float rcp_approx(float x) { return 1.0f / x; }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float minimum(float a, float b) { return fminf(a, b); }
 DEVICE float tanh_approx(float x) { return __builtin_tanhf(x); }
+DEVICE u32 round_tf32(float x) { return emulation::float_to_tf32(x); }
 #ifndef WORDS_OF_SM75
 template <bool kIsBf16> DEVICE u32 pack(float low, float high) {
   return emulation::narrow<kIsBf16>(low) | emulation::narrow<kIsBf16>(high) << 16;
