@@ -317,7 +317,9 @@ def on_kernels(model_type: str) -> dict:
     report = model_verification.verify_model(model.bfloat16(), inputs)
     kernels = sorted({kernel for module in report.modules for kernel in module.kernels})
     modules = sum(bool(module.kernels) for module in report.modules)
-    return {"emulated": f"{_verdict(report)}, {modules} of {len(report.modules)} modules on {', '.join(kernels) or 'no kernel'}"}
+    return {
+        "emulated": f"{_verdict(report)}, {modules} of {len(report.modules)} modules on {', '.join(kernels) or 'no kernel'}"
+    }
 
 
 # ---- one process per type ----
@@ -363,7 +365,11 @@ def in_a_process(model_type: str, work=row_of) -> dict:
 def _quickest(rows: dict) -> list[str]:
     """The types whose kernels run: equal, every attention module dispatched, the quickest first."""
     whole = [name for name, row in rows.items() if row["outcome"] == "equal" and row["dispatched"] == row["modules"]]
-    return [name for name in sorted(whole, key=lambda name: rows[name]["seconds"])[:EMULATED] if "emulated" not in rows[name]]
+    return [
+        name
+        for name in sorted(whole, key=lambda name: rows[name]["seconds"])[:EMULATED]
+        if "emulated" not in rows[name]
+    ]
 
 
 def read_table() -> dict:

@@ -86,7 +86,9 @@ def test_packed_documents_train_as_apart_with_eager(name, strict_device):
     for run, dtype in (("fp32", torch.float32), ("eager", torch.bfloat16), ("patched", torch.bfloat16)):
         model = BY_NAME[name].model().to(strict_device, dtype).train()
         row = BY_NAME[name].inputs()["input_ids"][:1].to(strict_device)
-        direction = torch.randn(12, model.config.vocab_size, generator=torch.Generator().manual_seed(3)).to(strict_device)
+        direction = torch.randn(12, model.config.vocab_size, generator=torch.Generator().manual_seed(3)).to(
+            strict_device
+        )
         if run == "patched":
             flashpatch.apply(model)
             positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(strict_device)
