@@ -412,12 +412,8 @@ class _Inputs:
 
     def spectrogram(self) -> torch.Tensor:
         config = getattr(self.config, "audio_config", None) or self.config
-        for name in ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size"):
-            bins = getattr(config, name, None)
-            if bins:
-                break
-        else:
-            bins = 80
+        names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+        bins = _first(config, *names) or _first(getattr(self.config, "encoder_config", None), *names) or 80
         positions = getattr(config, "max_source_positions", None)
         if getattr(config, "num_mel_bins", None) and positions and not hasattr(config, "input_channels"):
             return self.noise(self.batch, bins, 2 * positions)

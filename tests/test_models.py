@@ -78,7 +78,7 @@ def test_packed_documents_run_on_kernels(name, strict_device):
 
 
 @pytest.mark.parametrize("strict_device", DEVICES, indirect=True)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_packed_documents_train_as_apart_with_eager(name, strict_device):
     """Every parameter's gradient from two documents in one row, against the two on their own with eager attention: some
     models mix packed documents there."""
@@ -105,7 +105,7 @@ def test_packed_documents_train_as_apart_with_eager(name, strict_device):
 @pytest.mark.parametrize("strict_device", DEVICES, indirect=True)
 @pytest.mark.parametrize("name", ["t5", "gemma2", "gpt_oss"])
 def test_training_steps_follow_eagers(name, strict_device):
-    """Three steps from labels in training mode: the loss falls as with eager attention in fp32, and as near to it as with
+    """Two steps from labels in training mode: the loss falls as with eager attention in fp32, and as near to it as with
     eager attention in bf16."""
     tiny = BY_NAME[name]
     changes = {"dropout_rate": 0.0} if name == "t5" else {}
@@ -118,13 +118,13 @@ def test_training_steps_follow_eagers(name, strict_device):
             patcher.apply(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         losses[run] = []
-        for _ in range(3):
+        for _ in range(2):
             loss = model(**inputs, labels=labels, use_cache=False).loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            losses[run].append(float(loss))
+            losses[run].append(loss.item())
         if run == "patched":
             assert all(row.launches for row in patcher.report(model).rows)
     fp32, eager, patched = (torch.tensor(losses[run]) for run in ("fp32", "eager", "patched"))
