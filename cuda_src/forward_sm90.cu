@@ -69,7 +69,7 @@ struct Rings {
     q.init(1, kConsumers * 4);
     k.init(1, kConsumers * 4);
     v.init(1, kConsumers * 4);
-    work.init(1, kConsumers * 4);
+    work.init(1, kConsumers * 128);
     fence_mbarrier_init();
   }
 };
@@ -343,7 +343,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     }
     for (; n >= blocks.begin; --n) skip();
     store(p, ld_shared<Work>(slot), consumer, o_frag, softmax);
-    release(rings.work);
+    mbarrier_arrive(rings.work.empty());  // every thread has read it itself
+    rings.work.advance();
   }
 }
 
