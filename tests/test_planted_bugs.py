@@ -6,7 +6,7 @@ A replacement must match its source exactly once, so that an entry cannot go sta
 
 import math
 import mmap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy
 import pytest
@@ -48,6 +48,8 @@ class Case:
     dropout_p: float = 0.0
     growing: bool = False  # each key block the kernel comes to scores far higher than the one before
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
+    multiprocessors: int = 2
+    one_tile: bool = False  # a CTA ends after one: the emulator runs them in turn, so the first would take all
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
@@ -150,15 +152,28 @@ FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
-HOPPER_ORDERED = hopper("backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True)
+HOPPER_ORDERED = hopper(
+    "backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True
+)
 HOPPER_VARLEN = hopper("backward_sm90", head_dim=40, head_dim_v=40, features=frozenset(("varlen",)))
+# four query heads to a key head, in two tiles
+HOPPER_SHARED = hopper("backward_sm90", head_dim=64, head_dim_v=64, heads=8, heads_kv=2, multiprocessors=8)
+HOPPER_SHARED_ORDERED = replace(HOPPER_SHARED, heads=4, heads_kv=1, deterministic=True, one_tile=True)
 WIDE = hopper("backward_wide_sm90", head_dim=248, head_dim_v=248)
 WIDE_CAUSAL = hopper("backward_wide_sm90", head_dim=184, head_dim_v=184, window=(-1, 0))
 WIDE_HEADS = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, heads=4, heads_kv=2)
 WIDE_LOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, low=True)
 WIDE_EMPTY = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, seqlen_k=100, window=(-1, 0))
 WIDE_WINDOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, window=(120, 12))
-WIDE_ORDERED = hopper("backward_wide_sm90", head_dim=256, head_dim_v=256, window=(-1, 0), deterministic=True)
+WIDE_ORDERED = hopper(
+    "backward_wide_sm90",
+    head_dim=256,
+    head_dim_v=256,
+    window=(-1, 0),
+    deterministic=True,
+    multiprocessors=8,
+    one_tile=True,
+)
 CASES = {name: value for name, value in list(globals().items()) if isinstance(value, Case)}
 
 
@@ -307,8 +322,11 @@ def run(case: Case, patch, monkeypatch):
     kernels = []
 
     def load(config):
-        kernels.append(real_load(config, patch=patch))
+        kernels.append(real_load(config, patch=one_tile_each if case.one_tile else patch))
         return kernels[-1]
+
+    def one_tile_each(name, text):
+        return (patch(name, text) if patch else text).replace("    index = take(); ", "    index = tiles; ")
 
     real_load = emulator.load
     monkeypatch.setenv("FLASHPATCH_EMULATION_SECONDS", "60")  # a bug may loop for ever
@@ -332,7 +350,7 @@ def plan_of(case: Case) -> Plan:
     direction = case.kernel.split("_")[0]
     problem = Problem(direction, case.config.dtype, case.head_dim, case.head_dim_v)
     device = HOPPER if "sm90" in case.kernel else TURING if "sm75" in case.kernel else DEVICE
-    return Plan(problem, device, case.config, "compiled")
+    return Plan(problem, replace(device, multiprocessors=case.multiprocessors), case.config, "compiled")
 
 
 def compare(name, actual, eager, exact, factor=2.0):
@@ -573,41 +591,61 @@ BUGS = [
     Bug("bias.cuh", "half a bias", "kIsFp32 || kWideBias", "kWideBias", "FP32_MASK"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<1>();", "", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "early release", "wgmma_wait<1>();\n      pin(s_frag);\n      release(rings.k);", "release(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "early release", "wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P\n      pin(s_frag);\n      release(rings.k);", "release(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "missing rescale", "if (grew) scale_rows(o_frag, factor);", "", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped barrier", "sync_warp();  // staged", "// staged", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "lost proxy fence", "fence_proxy_async();  // O was", "// O was", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "lost last rows", "  }\n  store_staged();\n}", "  }\n}", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "wrong first row", "kBlockM - s.q_length) / 64 * 64 : 0;", "kBlockM - s.q_length) / 64 * 64 + 64 : 0;", "HOPPER_CAUSAL"),
+    Bug("forward_sm90.cu", "rows before the first", "if (first_row >= 0)\n      store_warp_rows(", "store_warp_rows(", "HOPPER_CAUSAL"),
+    Bug("forward_sm90.cu", "Q of another warpgroup", "rings.work.position * kConsumers + consumer;", "rings.work.position * kConsumers;", "HOPPER_FORWARD"),
+    Bug("tile_sm90.cuh", "wrong row", "mine = row + (lane & 15);", "mine = row + (lane & 7);", "HOPPER_FORWARD"),
+    Bug("tile_sm90.cuh", "past the end", "if (row < row_end && slab * 64 + column < head_dim)", "if (slab * 64 + column < head_dim)", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong step", "k / 4 * kSlabBytes + k % 4 * 32", "k / 4 * kSlabBytes + k % 4 * 16", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong phase", "parity() ^ 1); }  // a fresh", "parity()); }  // a fresh", "HOPPER_FORWARD"),
     Bug("backward_sm90.cu", "dropped fence", "fence_proxy_async();", "", "HOPPER_BACKWARD"),
-    Bug("backward_sm90.cu", "missing scale", "store_gradient(dk_frag, p.softmax_scale", "store_gradient(dk_frag, 1.f", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cu", "missing scale", "store_gradient(p, dk_frag, p.softmax_scale", "store_gradient(p, dk_frag, 1.f", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cu", "dropped wait", "else if (lane == 0) bulk_wait_read<0>();", "", "HOPPER_BACKWARD"),
-    Bug("backward_sm90.cu", "dropped turn", "await_turn(p, walk.record, turns_before(s, n_block, walk.m_block));", "", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cu", "dropped turn", "await_turn(p, walk.record, turns_before(s, task.n_block, walk.m_block));", "", "HOPPER_ORDERED"),
     Bug("backward_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDqFull, warpgroup), step >> 1 & 1);", "", "HOPPER_ORDERED"),
     Bug("backward_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDqEmpty, warpgroup), (dq_step >> 1 & 1) ^ 1);", "{}", "HOPPER_ORDERED"),
     Bug("backward_sm90.cu", "wrong warpgroup", "const int warpgroup = (step & 1) ^ 1;", "const int warpgroup = step & 1;", "HOPPER_ORDERED"),
-    Bug("backward_sm90.cuh", "one key block for all", "atomic_add_global((u32*)p.dq_turns, 1)", "atomic_add_global((u32*)p.dq_turns, 0)", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cuh", "lost tile", "u32 index = kDeterministic ? take() : block_index();", "u32 index = take();", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cuh", "dropped wait", "mbarrier_wait(smem.barrier(kKeysEmpty), parity);", "", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cuh", "wrong head", "at.head / p.splits, at.head % p.splits", "at.head % p.splits, at.head % p.splits", "HOPPER_SHARED"),
+    Bug("backward_sm90.cuh", "wrong share", "task.kv_head * p.splits + task.split)", "task.kv_head + task.split)", "HOPPER_SHARED"),
+    Bug("backward_sm90.cuh", "tile too many", "p.num_heads_kv * p.splits; }", "p.num_heads_q; }", "HOPPER_SHARED"),
+    Bug("backward_sm90.cuh", "overwritten sum", "red_add_global(sums + i * 128,", "st_global((F32x4*)(sums + i * 128),", "HOPPER_SHARED"),
+    Bug("backward_sm90.cu", "early release", "const KeyTask here = task_of(p, uniform(smem.tile()));\n    arrive(smem.barrier(kKeysEmpty));", "arrive(smem.barrier(kKeysEmpty));\n    const KeyTask here = task_of(p, uniform(smem.tile()));", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cuh", "dropped turn", "while (uniform(ld_acquire_global(adders_of(p, record)))", "while (false && uniform(ld_acquire_global(adders_of(p, record)))", "HOPPER_SHARED_ORDERED"),
+    Bug("backward_sm90.cuh", "turn passed before its sums", "sync_warp();     // the warp's", "// the warp's", "HOPPER_SHARED_ORDERED"),
+    Bug("workspace_sm90.cuh", "wrong record", "(first + n_block) * p.num_heads_kv + kv_head", "(first + n_block) + kv_head", "HOPPER_SHARED"),
+    Bug("backward_prepare_sm90.cu", "not zeroed", "i < 2 * kKeyFloats / 4", "i < kKeyFloats / 4", "HOPPER_SHARED"),
+    Bug("backward_finish_sm90.cu", "dk for dv", "of_v ? dv_sums(p, record) : dk_sums(p, record)", "of_v ? dk_sums(p, record) : dv_sums(p, record)", "HOPPER_SHARED"),
+    Bug("backward_finish_sm90.cu", "wrong rows", "tile = index % kTiles", "tile = 0", "HOPPER_SHARED"),
     Bug("backward_sm90.cu", "added too late", "bulk_wait<0>();", "bulk_wait<1>();", "HOPPER_ORDERED"),
     # Hopper, head dims 192 and 256
     Bug("backward_wide_sm90.cu", "dropped wait", "wait(kQFull, step);                                             // read after write: Q and", "// Q and", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped wait", "wait(kDsFull, step - 1); ", "", "WIDE"),
-    Bug("backward_wide_sm90.cu", "dropped wait", "wgmma_wait<1>();\n      pin(dq_frag);", "pin(dq_frag);", "WIDE"),
-    Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPFull), step & 1);", "", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "wgmma_wait<1>();\n        pin(dq_frag);", "pin(dq_frag);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPFull), step & 1); ", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDsEmpty, stage), (step >> 1 & 1) ^ 1);", "", "WIDE"),
     Bug("backward_sm90.cuh", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong parity", "mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);", "mbarrier_wait(smem.barrier(kPEmpty), step & 1);", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong parity", "step & 1), step >> 1 & 1); };", "step & 1), step & 1); };", "WIDE_CAUSAL"),
-    Bug("backward_wide_sm90.cu", "early release", "multiply(p_frag, smem.dout(stage).operand());\n      arrive(smem.barrier(kDoutEmpty, stage));", "arrive(smem.barrier(kDoutEmpty, stage));\n      multiply(p_frag, smem.dout(stage).operand());", "WIDE"),
-    Bug("backward_wide_sm90.cu", "early release", "sync_warp();\n    if (lane == 0) mbarrier_arrive(at);", "if (lane == 0) mbarrier_arrive(at);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "early release", "multiply(p_frag, smem.dout(stage).operand());\n        arrive(smem.barrier(kDoutEmpty, stage));", "arrive(smem.barrier(kDoutEmpty, stage));\n        multiply(p_frag, smem.dout(stage).operand());", "WIDE"),
+    Bug("backward_sm90.cuh", "early release", "kWarpArrivals = 32;", "kWarpArrivals = 31;", "WIDE"),
     Bug("backward_wide_sm90.cu", "lost proxy fence", "fence_proxy_async();", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong adders", "kTurns ? 1 : 2;", "kTurns ? 2 : 1;", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong columns", "column / 8 * 128 + lane * 4", "lane * 4", "WIDE"),
     Bug("backward_wide_sm90.cu", "overwritten sum", "red_add_global(dq + i * 128, F32x4{", "st_global((F32x4*)(dq + i * 128), F32x4{", "WIDE_CAUSAL"),
-    Bug("backward_wide_sm90.cu", "lost step", "else {\n      wgmma_fence();\n      issue_multiply<QueryTile>(gradient, a_frag, b);\n    }", "", "WIDE_CAUSAL"),
+    Bug("backward_wide_sm90.cu", "lost step", "else {\n        wgmma_fence();\n        issue_multiply<QueryTile>(gradient, a_frag, b);\n      }", "", "WIDE_CAUSAL"),
     Bug("backward_wide_sm90.cu", "lost last step", "if (!dq_is_due()) return;", "return;", "WIDE_CAUSAL"),
     Bug("backward_wide_sm90.cu", "stale record", "previous = walk.record;", "", "WIDE"),
-    Bug("backward_wide_sm90.cu", "missing scale", "store_gradient(gradient, p.softmax_scale,", "store_gradient(gradient, 1.f,", "WIDE"),
+    Bug("backward_wide_sm90.cu", "missing scale", "store_gradient(p, gradient, p.softmax_scale,", "store_gradient(p, gradient, 1.f,", "WIDE"),
     Bug("backward_wide_sm90.cu", "swapped statistics", "probabilities(s_frag, p_frag, logsumexp, scores);", "probabilities(s_frag, p_frag, (float (&)[kBlockM / 4])s_frag, scores);", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped turn", "if (warp == 0 && lane == 0) await_turn(", "if (false) await_turn(", "WIDE_ORDERED"),
     Bug("backward_wide_sm90.cu", "dropped barrier", "barrier_sync(1 + warpgroup, 128);                               // our turn", "// our turn", "WIDE_ORDERED"),
@@ -617,10 +655,10 @@ BUGS = [
     Bug("backward_sm90.cuh", "off by one, right", "first = first_key - s.diagonal - right;", "first = first_key - s.diagonal - right + 1;", "WIDE_CAUSAL"),
     Bug("backward_sm90.cuh", "off by one, left", "span = (u32)left + (u32)right;", "span = (u32)left + (u32)right - 1;", "WIDE_WINDOW"),
     Bug("backward_sm90.cuh", "off by one, unmasked", "i >= first + 63 &&", "i >= first + 62 &&", "WIDE_WINDOW"),
-    Bug("backward_sm90.cuh", "head mapping", "head = kv_head * group;", "head = kv_head;", "WIDE_HEADS"),
+    Bug("backward_sm90.cuh", "head mapping", "head = (task.kv_head * p.splits + task.split) * p.split_heads;", "head = task.kv_head * p.splits + task.split;", "WIDE_HEADS"),
     Bug("backward_sm90.cuh", "stuck head", "      ++head;\n", "", "WIDE"),
     Bug("backward_sm90.cuh", "wrong record", "(m_blocks.end - m_blocks.begin) * heads - 1;", "(m_blocks.end - m_blocks.begin) * heads;", "WIDE"),
-    Bug("backward_sm90.cuh", "wrong parity", "(dout_step >> 1 & 1) ^ 1)", "dout_step >> 1 & 1)", "WIDE"),
+    Bug("backward_sm90.cuh", "wrong parity", "parity = (step >> 1 & 1) ^ 1;", "parity = step >> 1 & 1;", "WIDE"),
     Bug("backward_sm90.cuh", "start of a sequence", "(int)start + length, kRaggedRows}", "length, kRaggedRows}", "HOPPER_VARLEN"),
     Bug("backward_sm90.cuh", "rows of another sequence", "if (ragged) return {kRaggedRows - length,", "if (ragged) return {kRaggedRows - length - 1,", "HOPPER_VARLEN"),
     # before and after
@@ -634,10 +672,10 @@ BUGS = [
     Bug("backward_prepare_sm90.cu", "past the end", "i < sequence.q_length && chunk * 8 <", "chunk * 8 <", "HOPPER_BACKWARD"),
     Bug("backward_prepare_sm90.cu", "logsumexp base", "logsumexp * kLog2e", "logsumexp", "HOPPER_BACKWARD"),
     Bug("backward_prepare_sm90.cu", "sign", "? -delta : 0.f", "? delta : 0.f", "HOPPER_BACKWARD"),
-    Bug("backward_finish_sm90.cu", "missing scale", "acc[4 * i + 3] = sum.w * p.softmax_scale;", "acc[4 * i + 3] = sum.w;", "HOPPER_BACKWARD"),
+    Bug("backward_finish_sm90.cu", "missing scale", "acc[4 * i + 3] = sum.w * scale;", "acc[4 * i + 3] = sum.w;", "HOPPER_BACKWARD"),
     Bug("backward_finish_sm90.cu", "wrong warp", "(warp_index() * kDqTiles + tile)", "(tile * 4 + warp_index() ^ 1)", "HOPPER_BACKWARD"),
-    Bug("backward_finish_sm90.cu", "unwritten tail", "store_accumulators(dq, row, sequence.q_length,", "store_accumulators(dq, row, sequence.q_length - 1,", "WIDE"),
-    Bug("backward_finish_sm90.cu", "written past the end", "store_accumulators(dq, row, sequence.q_length,", "store_accumulators(dq, row, sequence.q_length + 1,", "HOPPER_VARLEN"),
+    Bug("backward_finish_sm90.cu", "unwritten tail", "first + tile * 64, sequence.q_length,", "first + tile * 64, sequence.q_length - 1,", "WIDE"),
+    Bug("backward_finish_sm90.cu", "written past the end", "first + tile * 64, sequence.q_length,", "first + tile * 64, sequence.q_length + 1,", "HOPPER_VARLEN"),
 ]  # fmt: skip
 
 
