@@ -308,8 +308,9 @@ class Backward:
 def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool | None) -> bytes:
     """The tensor maps at the head of struct ParamsSm90; `out` is stored without one."""
     m, n = config.block_m, config.block_n
+    q_rows = 64 if config.kernel == "forward_sm90" else m  # of one warpgroup
     return b"".join((
-        tensor_maps.encode(q, m, ragged_q),
+        tensor_maps.encode(q, q_rows, ragged_q),
         tensor_maps.encode(k, n, ragged_k),
         tensor_maps.encode(v, n, ragged_k),
         tensor_maps.NONE,
