@@ -109,10 +109,21 @@ DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Score
       }
 }
 
-// The same without a bias. kMayBeSmall: with a polynomial where it will do, whose code takes registers.
+// The same without a bias. Without kMayBeSmall tanh is never the polynomial, whose code takes registers.
 template <bool kMayBeSmall, int kM, int kN>
 DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Scores& scores, int i, int j) {
-  const auto no_bias = [](int, int, int) { return F32x2{0.f, 0.f}; };
-  if constexpr (kMayBeSmall) transform(s_frag, s, scores, i, j, no_bias);
-  else transform_fragments<false>(s_frag, s, scores, i, j, no_bias);
+  if constexpr (kMayBeSmall) {
+    transform(s_frag, s, scores, i, j, [](int, int, int) { return F32x2{0.f, 0.f}; });
+  } else {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float derivative;
+          float& score = s_frag[m][n][e];
+          score = score_log2(s, scores, score, 0.f, i + m * 16 + (e >> 1) * 8, j + n * 8 + (e & 1), derivative);
+        }
+  }
 }
