@@ -22,7 +22,11 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @click.option("--head-dims", default="64,128", show_default=True, callback=_numbers, help="Head dims to time.")
 @click.option("--seqlens", default="512,2048,8192", show_default=True, callback=_numbers, help="Sequence lengths.")
 @click.option("--odd", is_flag=True, help="Instead: one sequence with few key heads, and windows.")
-@click.option("--eager", is_flag=True, help="Time eager attention too, which holds the whole score matrix.")
+@click.option(
+    "--eager",
+    is_flag=True,
+    help="Time eager attention too, which holds the whole score matrix; with --features FlexAttention as well.",
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
 @options.dtype("float16, bfloat16 (default) or float32.")
 @click.option("--features", is_flag=True, help="Time instead what each feature costs over the plain kernel.")
@@ -45,7 +49,7 @@ def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
     if dtype not in (None, "float16", "bfloat16", "float32"):
         raise Fault(f"--dtype {dtype}: bench times float16, bfloat16 and float32, the dtypes kernels take", USAGE)
     if features:
-        _time_features(head_dims, rounds, getattr(torch, dtype or "bfloat16"), as_json)
+        _time_features(head_dims, rounds, eager, getattr(torch, dtype or "bfloat16"), as_json)
     peers = benchmarking.peers(getattr(torch, dtype or "bfloat16"))
     variants = ("flashpatch", *peers, *(("eager",) if eager else ()))
     shapes = benchmarking.odd_shapes() if odd else benchmarking.standard_shapes(head_dims, seqlens)
@@ -63,14 +67,16 @@ def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
     raise SystemExit(code)
 
 
-def _time_features(head_dims, rounds, dtype, as_json) -> None:
+def _time_features(head_dims, rounds, eager, dtype, as_json) -> None:
     from flashpatch import feature_costs
 
     with rendering.progress("bench") as advance:
         report = feature_costs.measure(
-            head_dims=head_dims, rounds=rounds, dtype=dtype, advance=lambda done, total: advance(done, total, "")
-        )
-    failed = [cost for cost in report.costs if cost.kernel != feature_costs.PEER and cost.error]
+            head_dims=head_dims, rounds=rounds, dtype=dtype,
+            peers=tuple(feature_costs.PEERS) if eager else ("sdpa_efficient",),
+            advance=lambda done, total: advance(done, total, ""),
+        )  # fmt: skip
+    failed = [cost for cost in report.costs if cost.kernel not in feature_costs.PEERS and cost.error]
     code = MISMATCH if failed else HOLDS
     if as_json:
         rendering.emit_json(report, code)

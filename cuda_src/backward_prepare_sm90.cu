@@ -1,7 +1,7 @@
 // Before the Hopper backward: delta = rowsum(dout * out) - dlogsumexp, and every record of the workspace (workspace_sm90.cuh):
-// dq = 0, logsumexp in base 2, -delta.
+// dq = 0, logsumexp in base 2, -delta; dk = dv = 0 where CTAs share key heads.
 // Assumes unit last strides, 16-byte aligned rows. Also stores delta as it is where Params.delta is given (sinks need it).
-// Grid: m_blocks * num_heads_q * batch (see packed_sm90.cuh), kNumWarps warps, kBlockM rows a CTA.
+// Grid: m_blocks * num_heads_q * batch (see packed_sm90.cuh), kNumWarps warps, kBlockM rows a CTA; then one CTA for each record of dk and dv.
 #include "workspace_sm90.cuh"
 
 constexpr int kSharedMemory = 0;
@@ -23,6 +23,11 @@ DEVICE float dot(U32x4 a, U32x4 b) {
 }
 
 KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
+  if (block_index() >= query_records(p)) {
+    float* sums = dk_sums(p, block_index() - query_records(p));
+    for (int i = thread_index(); i < 2 * kKeyFloats / 4; i += kThreads) st_global((F32x4*)sums + i, F32x4{0.f, 0.f, 0.f, 0.f});
+    return;
+  }
   const Position position = query_block_of(p, block_index());
   const Sequence sequence = sequence_of(p, position.batch);
   const int first = position.block * kBlockM;

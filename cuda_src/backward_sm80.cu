@@ -7,6 +7,7 @@
 // Where dK and dV of 16 keys do not fit a warp's registers (kSplit = 2), two warps share the keys: each computes half of the
 // queries' columns of S^T, P^T goes through shared memory too, and each keeps half of the columns of dK and dV.
 #include "bias.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
 #include "product.cuh"
@@ -102,6 +103,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       const float logsumexp = ld_global(p.logsumexp + at);
       if (logsumexp != negative_infinity()) row_logsumexp = logsumexp * kLog2e;
       row_delta = ld_global(p.delta + at);
+      if constexpr (kHasDropout) row_logsumexp -= log2_approx(keep_factor(p)), row_delta *= 1.f - p.dropout_p;
       if constexpr (kHasKeyRanges) row_keys = keys_of(p, sequence, i);
     }
   };
@@ -226,7 +228,12 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       if (first_round) non_finite = take_out_non_finite<2 * kKeyFrags>(k_smem, [&](int c) { return key_lane + c * 8; });
     }
     first_round = false;
-    const bool masked = next_masked;
+    bool masked = next_masked, sees = true;
+    if constexpr (kHasWindow && !kHasKeyRanges && !kHasMask) {
+      const BlockKeys keys = keys_of_rows(sequence, block.m_block * kBlockM, kBlockM);
+      const Span warp_keys = {first_key + key_warp, first_key + key_warp + 16 * kKeyFrags};
+      masked = keys.need_mask(warp_keys), sees = keys.see(warp_keys);
+    }
     if constexpr (kHasMask) {
       mask_bits = next_mask_bits;
       if (next_bounded) hide_unseen(mask_bits, block);
@@ -253,6 +260,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         clear(s_frag);
         multiply_transposed<kHeadDim / kMmaDepth>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
                                            right_first(q_smem(stage), query_warp + part * 8, 0));
+        if constexpr (mask.kOn && (kHasBounds || kHasMask)) {
+          if (non_finite != 0) blot_out_rows(s_frag, non_finite);  // P and dS become NaN with S
+        }
         clear(dp_frag);
         multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
                                             right_first(dout_smem(stage), query_warp + part * 8, 0));
@@ -262,12 +272,15 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         BiasColumns<kKeyFrags> bias;
 
         // P = exp2(S - logsumexp), dS = P (dP - delta)
-        u32 kept[kKeyFrags][2];
-        if constexpr (kHasDropout) kept_transposed<kKeyFrags, kPartFrags>(kept, dropout, i_first, j_first);
+        ColumnDraws<kKeyFrags> draws;
 #pragma unroll
         for (int n = 0; n < kPartFrags; ++n) {
           const F32x2 logsumexp = ld_shared<F32x2>(smem + kLogsumexpOffset + (column + n * 8) * 4);
           const F32x2 delta = ld_shared<F32x2>(smem + kDeltaOffset + (column + n * 8) * 4);
+          const int row_group = (query_warp >> 3) + part + n;  // of 8 queries
+          if constexpr (kHasDropout) {
+            if (n == 0 || (part + n) % 4 == 0) draws.draw(dropout, i_first + n * 8, j_first);
+          }
           U32x4 ranges = {};
           if constexpr (mask.kOn && kHasKeyRanges && !kHasMask) ranges = ld_shared<U32x4>(smem + kRangesOffset + (column + n * 8) * 8);
           if constexpr (kHasBias) {
@@ -285,24 +298,26 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
               float score = s * scores.scale_log2;
               if constexpr (kTransformsScores)
                 score = score_log2(sequence, scores, s, kHasBias ? bias.value(m, n & 1, e) : 0.f, i, j, derivative);
-              bool keep = true;
-              if constexpr (kHasDropout) keep = kept[m][half] >> (2 * n + (e & 1)) & 1;
               s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
-              if constexpr (kHasDropout) dp = keep ? dp * dropout.keep : 0.f;
-              dp = s * (dp - (e & 1 ? delta.y : delta.x));
+              if constexpr (kHasDropout) {  // s holds P / (1 - dropout_p), delta as much less
+                const bool right = kKeyFrags == 1 ? key_warp >> 4 & 1 : m;
+                const float kept = draws.keeps(dropout, e & 1, multiplier(row_group >> 1 & 1, n & 1, right, half)) ? s : 0.f;
+                dp = kept * dp - s * (e & 1 ? delta.y : delta.x);
+                s = kept;
+              } else {
+                dp = s * (dp - (e & 1 ? delta.y : delta.x));
+              }
               if constexpr (mask.kOn) {
                 bool visible;
                 if constexpr (kHasMask) visible = mask_bits.at(m, half, part + n, e & 1);
                 else if constexpr (kHasKeyRanges)  // they are cut to window and lengths
                   visible = (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
                 else visible = queries_of(sequence, j).holds(i);
-                if (non_finite >> (2 * m + half) & 1) s = not_a_number(), dp = not_a_number();
                 s = visible ? s : 0.f;
                 dp = visible ? dp : 0.f;
               }
               dbias_frag[e] = dp;
               dp *= derivative;
-              if constexpr (kHasDropout) s = keep ? s : 0.f;
             }
             if constexpr (kHasBias) {
               if (dbias) add_fragment(dbias + (m * kQueryFrags + part + n) * 128, dbias_frag);
@@ -325,8 +340,15 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         }
       }
     };
-    if (masked) visit(Switch<true>{});
-    else visit(Switch<false>{});
+    if (!sees) {
+      const u32 none[kKeyFrags][kQueryFrags][kPacked] = {};
+      store_packed(ds_smem, key_warp, query_warp / 16, none);
+      if constexpr (kSplit > 1) store_packed(p_smem, key_warp, query_warp / 16, none);
+    } else if (masked) {
+      visit(Switch<true>{});
+    } else {
+      visit(Switch<false>{});
+    }
 
     if constexpr (kSplit > 1) {
       sync_block();  // P^T and dS^T are complete
@@ -384,7 +406,6 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     if (!first_round) pass_turn(before);
   }
   scale(dk_frag, p.softmax_scale);
-  if constexpr (kHasDropout) scale(dv_frag, dropout_of(p, position.batch, 0).keep);
   store_accumulators<kSplit>(k_smem, key_warp, warp_d, dk_frag);
   store_accumulators<kSplit>(v_smem, key_warp, warp_d, dv_frag);
   sync_block();  // dK and dV are in shared memory

@@ -1,10 +1,12 @@
-// Attention backward for Hopper, head dims up to 128: dk and dv of 128 keys per CTA, and their part of dq.
+// Attention backward for Hopper, head dims up to 128: dk and dv of 128 keys at a time, and their part of dq. Persistent.
 // Assumes attention_backward_prepare_sm90 has run, unit last strides, 16-byte aligned rows, softmax_scale > 0; q, k, v and dout are
 // tensor maps with boxes of 64 columns and kBlockM (q, dout) or kBlockN (k, v) rows, see origin_of in backward_sm90.cuh.
-// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to the workspace's dq.
-// Grid: n_blocks * num_heads_kv * batch (see packed_sm90.cuh), kNumWarps = 12.
+// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero, or adds to the workspace's where CTAs share a key head;
+// adds to the workspace's dq.
+// Grid: at most one CTA per multiprocessor, at most one per tile (task_of in backward_sm90.cuh), kNumWarps = 12.
 //
-// Warpgroup 0 issues the loads. Warpgroups 1 and 2 own 64 keys each and go through the query blocks j of all query heads of their group:
+// Warpgroup 0 takes tiles and issues the loads; the next tile's run while this one's dk and dv are stored. Warpgroups 1 and 2 own 64
+// keys each and go through the query blocks j of all query heads of the tile:
 //   S^T = K Q^T, dP^T = V dO^T, P^T = exp2(S^T - logsumexp), dV += P^T dO, dS^T = P^T (dP^T - delta), dK += dS^T Q
 // with P^T and dS^T as register operands. dS^T also goes to shared memory, for dQ = dS K over all 128 keys.
 // Shared memory is the bottleneck (S and dP read both operands from it as fast as it can deliver), so everything else that needs it
@@ -26,43 +28,47 @@ static_assert(kBlockM == 64 || kBlockM == 128 && kHeadDim == 64 && !kHasSoftcap,
 
 // Deterministic, one thread: adds the dQ that the consumers stage, step by step, each in its turn. A thread of its own, so that only
 // it waits for other CTAs.
-DEVICE void add_in_turns(const Params& p, const Sequence& s, SharedMemory smem, Walk walk, int n_block) {
-  for (int step = 0; walk.left > 0; walk.next(), ++step) {
-    const int warpgroup = (step & 1) ^ 1;                              // which computes it
-    mbarrier_wait(smem.barrier(kDqFull, warpgroup), step >> 1 & 1);    // read after write: dQ is staged
-    await_turn(p, walk.record, turns_before(s, n_block, walk.m_block));
-    bulk_reduce_add_f32(dq_sums(p, walk.record), smem.base + kDqOffset + warpgroup * 4 * kWarpDqBytes, 4 * kWarpDqBytes);
-    bulk_commit();
-    bulk_wait<0>();                                                    // the sums are in memory, the next key block may add
-    pass_turn(p, walk.record);
-    mbarrier_arrive(smem.barrier(kDqEmpty, warpgroup));
+DEVICE void add_in_turns(const Params& p, SharedMemory smem) {
+  int step = 0;
+  for (u32 parity = 0;; parity ^= 1) {
+    mbarrier_wait(smem.barrier(kKFull), parity);                       // read after write: the tile is there
+    const u32 index = smem.tile();
+    if (index == kNoTile) return;
+    mbarrier_arrive(smem.barrier(kKeysEmpty));
+    const KeyTask task = task_of(p, index);
+    const Sequence s = sequence_of(p, task.batch);
+    for (Walk walk(p, s, task); walk.left > 0; walk.next(), ++step) {
+      const int warpgroup = (step & 1) ^ 1;                            // which computes it
+      mbarrier_wait(smem.barrier(kDqFull, warpgroup), step >> 1 & 1);  // read after write: dQ is staged
+      await_turn(p, walk.record, turns_before(s, task.n_block, walk.m_block));
+      bulk_reduce_add_f32(dq_sums(p, walk.record), smem.base + kDqOffset + warpgroup * 4 * kWarpDqBytes, 4 * kWarpDqBytes);
+      bulk_commit();
+      bulk_wait<0>();                                                  // the sums are in memory, the next key block may add
+      pass_turn(p, walk.record);
+      mbarrier_arrive(smem.barrier(kDqEmpty, warpgroup));
+    }
   }
 }
 
 KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Params& p = params.common;
   const SharedMemory smem = {shared_base()};
-  const u32 index = smem.start(p, [&] {
-    mbarrier_init(smem.barrier(kStepDone), kConsumerWarps);
+  smem.start(kDeterministic, [&] {
+    mbarrier_init(smem.barrier(kStepDone), kConsumerWarps * kWarpArrivals);
     if constexpr (kDeterministic) {
       for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
-        mbarrier_init(smem.barrier(kDqFull, warpgroup), 4);
+        mbarrier_init(smem.barrier(kDqFull, warpgroup), 4 * kWarpArrivals);
         mbarrier_init(smem.barrier(kDqEmpty, warpgroup), 1);
       }
     }
   });
-  const Position position = key_block_of(p, index);
-  const Sequence sequence = sequence_of(p, position.batch);
-  const int n_block = position.block, first_key = n_block * kBlockN;
-  if (first_key >= sequence.k_rows) return;
 
   const int warpgroup = uniform(thread_index() / 128) - 1;
-  Walk walk(p, sequence, position.head, n_block);
   if (warpgroup < 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) produce(params, sequence, smem, walk, position.head, first_key);
+    if (thread_index() == 0) produce(params, smem);
     if constexpr (kDeterministic)
-      if (thread_index() == 32) add_in_turns(p, sequence, smem, walk, n_block);
+      if (thread_index() == 32) add_in_turns(p, smem);
     return;
   }
 
@@ -75,145 +81,155 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const auto q_at = [&](int stage) { return at_stage(q, stage, QueryTile::kBytes); };
   const auto dout_at = [&](int stage) { return at_stage(dout, stage, QueryTile::kBytes); };
   const auto ds_at = [&](int stage) { return at_stage(ds, stage, ScoreTile::kBytes); };
-  const u32 dq_smem = smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes;
-  const Scores scores = scores_of(p, sequence, position.head);
-  const KeyMask mask(sequence, first_key + warpgroup * 64);
-  const auto arrive = [&](u32 at) {  // once a warp, for all its lanes
-    sync_warp();
-    if (lane == 0) mbarrier_arrive(at);
-  };
+  const u32 dq_smem = uniform(smem.base + kDqOffset + (warpgroup * 4 + warp) * kWarpDqBytes);
 
-  float dk_frag[kHeadDim / 2], dv_frag[kHeadDim / 2];             // [64 keys, kHeadDim]
-  float s_frag[kBlockM / 2], dp_frag[kBlockM / 2];                // [64 keys, kBlockM]: S^T, then P^T; dP^T
-  u32 p_frag[kBlockM / 4], ds_frag[kBlockM / 4];                  // P^T and dS^T as A operands
-  float logsumexp[kBlockM / 4];
+  int step = 0;                                                     // of all tiles; stage step % 2, phase step / 2 % 2
+  // The same operand, not known to be: else the compiler computes its descriptors once and, short of uniform registers, spills them
+  // (where there is a mask those of V too).
+  const auto fresh = [&](Operand same) { return Operand{same.low + (u32)(step >> 30)}; };
+  for (u32 parity = 0;; parity ^= 1) {
+    mbarrier_wait(smem.barrier(kKFull), parity);                      // read after write: the tile and its K are there
+    if (uniform(smem.tile()) == kNoTile) break;
+    const KeyTask task = task_of(p, uniform(smem.tile()));
+    const Sequence sequence = sequence_of(p, task.batch);
+    Walk walk(p, sequence, task);
+    const Scores scores = scores_of(p, sequence, walk.head);  // the same for all heads
+    const KeyMask mask(sequence, task.n_block * kBlockN + warpgroup * 64);
+
+    float dk_frag[kHeadDim / 2], dv_frag[kHeadDim / 2];             // [64 keys, kHeadDim]
+    float s_frag[kBlockM / 2], dp_frag[kBlockM / 2];                // [64 keys, kBlockM]: S^T, then P^T; dP^T
+    u32 p_frag[kBlockM / 4], ds_frag[kBlockM / 4];                  // P^T and dS^T as A operands
+    float logsumexp[kBlockM / 4];
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 2; ++i) dk_frag[i] = dv_frag[i] = 0.f;
+    for (int i = 0; i < kHeadDim / 2; ++i) dk_frag[i] = dv_frag[i] = 0.f;
 
-  int step = 0;                                                   // stage step % 2, phase step / 2 % 2
-  const auto load_logsumexp = [&](int step) {
-    mbarrier_wait(smem.barrier(kQFull, step & 1), step >> 1 & 1);      // read after write: Q and logsumexp of the step are there
-    load_statistics(logsumexp, smem.logsumexp(step & 1));
-  };
-  const auto issue_scores = [&] {
-    wgmma_fence();
-    issue_multiply_transposed<KeyTile, QueryTile>(s_frag, k_keys, q_at(step & 1));
-  };
+    const auto load_logsumexp = [&](int step) {
+      mbarrier_wait(smem.barrier(kQFull, step & 1), step >> 1 & 1);      // read after write: Q and logsumexp of the step are there
+      load_statistics(logsumexp, smem.logsumexp(step & 1));
+    };
+    const auto issue_scores = [&] {
+      wgmma_fence();
+      issue_multiply_transposed<KeyTile, QueryTile>(s_frag, fresh(k_keys), q_at(step & 1));
+    };
 
-  // dQ is staged by one step's end and added after the next step's fence, which the copy engine needs.
-  constexpr u32 kNone = ~0u;
-  u32 previous = kNone, staged = kNone;                           // records
-  const auto add_staged = [&] {
-    fence_proxy_async();                                          // dS_j for wgmma, the staged dQ for the copy engine
-    sync_warp();
-    if (lane == 0 && staged != kNone) {
+    // dQ is staged by one step's end and added after the next step's fence, which the copy engine needs.
+    constexpr u32 kNone = ~0u;
+    u32 previous = kNone, staged = kNone;                           // records
+    const auto add_staged = [&] {
+      fence_proxy_async();                                          // dS_j for wgmma, the staged dQ for the copy engine
       if constexpr (kDeterministic) {
-        mbarrier_arrive(smem.barrier(kDqFull, warpgroup));
+        if (staged != kNone) arrive(smem.barrier(kDqFull, warpgroup));
       } else {
-        bulk_reduce_add_f32(dq_sums(p, staged) + warp * kWarpDqFloats, dq_smem, kWarpDqBytes);
-        bulk_commit();
+        sync_warp();
+        if (lane == 0 && staged != kNone) {
+          bulk_reduce_add_f32(dq_sums(p, staged) + warp * kWarpDqFloats, dq_smem, kWarpDqBytes);
+          bulk_commit();
+        }
       }
-    }
-    staged = kNone;
-  };
-  // dQ = dS K of a step, one step late: by then the other warpgroup's half of its dS has long been there.
-  const auto compute_dq = [&](int dq_step, bool signal) {
-    float dq_frag[kDqTiles][kHeadDim / 2];                        // [kBlockM, kHeadDim]
-    wgmma_fence();
+      staged = kNone;
+    };
+    // dQ = dS K of a step, one step late: by then the other warpgroup's half of its dS has long been there.
+    const auto compute_dq = [&](int dq_step, bool signal) {
+      float dq_frag[kDqTiles][kHeadDim / 2];                        // [kBlockM, kHeadDim]
+      wgmma_fence();
 #pragma unroll
-    for (int tile = 0; tile < kDqTiles; ++tile)
-      issue_transposed_multiply<kHeadDim, ScoreTile, KeyTile>(dq_frag[tile], at_stage(ds_at(dq_step & 1), tile, ScoreTile::kSlabBytes), k_all);
-    wgmma_wait<0>();
+      for (int tile = 0; tile < kDqTiles; ++tile)
+        issue_transposed_multiply<kHeadDim, ScoreTile, KeyTile>(dq_frag[tile], at_stage(ds_at(dq_step & 1), tile, ScoreTile::kSlabBytes), k_all);
+      wgmma_wait<0>();
 #pragma unroll
-    for (int tile = 0; tile < kDqTiles; ++tile) pin(dq_frag[tile]);
-    if (signal) arrive(smem.barrier(kStepDone));
-    // Write after read: the copy engine has read the dQ that lies there.
-    if constexpr (kDeterministic) mbarrier_wait(smem.barrier(kDqEmpty, warpgroup), (dq_step >> 1 & 1) ^ 1);
-    else if (lane == 0) bulk_wait_read<0>();
-    sync_warp();
+      for (int tile = 0; tile < kDqTiles; ++tile) pin(dq_frag[tile]);
+      if (signal) arrive(smem.barrier(kStepDone));
+      // Write after read: the copy engine has read the dQ that lies there.
+      if constexpr (kDeterministic) mbarrier_wait(smem.barrier(kDqEmpty, warpgroup), (dq_step >> 1 & 1) ^ 1);
+      else if (lane == 0) bulk_wait_read<0>();
+      sync_warp();
 #pragma unroll
-    for (int tile = 0; tile < kDqTiles; ++tile)
+      for (int tile = 0; tile < kDqTiles; ++tile)
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 8; ++i) {
-        const auto& part = dq_frag[tile];
-        st_shared(dq_smem + ((tile * (kHeadDim / 8) + i) * 32 + lane) * 16,
-                  F32x4{part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]});
-      }
-    staged = previous;
-  };
+        for (int i = 0; i < kHeadDim / 8; ++i) {
+          const auto& part = dq_frag[tile];
+          st_shared(dq_smem + ((tile * (kHeadDim / 8) + i) * 32 + lane) * 16,
+                    F32x4{part[4 * i], part[4 * i + 1], part[4 * i + 2], part[4 * i + 3]});
+        }
+      staged = previous;
+    };
 
-  // S_j is under way, its logsumexp loaded; nothing is left in flight.
-  bool dout_is_there = false;
-  const auto compute_p = [&] {
-    const int stage = step & 1;
-    if (!dout_is_there) mbarrier_wait(smem.barrier(kDoutFull, stage), step >> 1 & 1);  // read after write: dO and delta are there
-    wgmma_fence();
-    issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, v_keys, dout_at(stage));
-    wgmma_wait<1>();
-    pin(s_frag);
-    mask.apply(s_frag, walk.m_block * kBlockM);
-    probabilities(s_frag, p_frag, logsumexp, scores);
-    if constexpr (kKeepsP) pin(s_frag);
-    pin(p_frag);
-    // Both warpgroups are through with step j - 1: dS_{j-1} is there (read after write), dQ_{j-2} has read what dS_j overwrites.
-    // Passes at once at step 0. It also keeps ptxas from waiting for dP before the exponentials.
-    mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);
-    wgmma_wait<0>();
-    pin(dp_frag);
-  };
-  // The rest of step j; unless it is the last, S_{j+1} is left under way.
-  const auto compute_gradients = [&](auto last) {
-    constexpr bool kLast = decltype(last)::kOn;
-    const int stage = step & 1;
-    float negative_delta[kBlockM / 4];
-    load_statistics(negative_delta, smem.negative_delta(stage));
-    wgmma_fence();
-    issue_multiply<QueryTile>(dv_frag, p_frag, dout_at(stage));
-    if constexpr (kKeepsP) score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
-    else score_gradients(ds_frag, p_frag, dp_frag, negative_delta);
-    store_scores(ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
-    if constexpr (!kLast) load_logsumexp(step + 1);
-    wgmma_fence();
-    issue_multiply<QueryTile>(dk_frag, ds_frag, q_at(stage));
-    add_staged();
-    ++step;
-    if constexpr (!kLast) dout_is_there = mbarrier_test_wait(smem.barrier(kDoutFull, step & 1), step >> 1 & 1);
-    wgmma_wait<0>();
-    arrive(smem.barrier(kDoutEmpty, stage));
-    arrive(smem.barrier(kQEmpty, stage));
-    if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(step - 2, true);
-    else arrive(smem.barrier(kStepDone));
-    if constexpr (!kLast) issue_scores();
-    previous = walk.record;
-  };
-
-  if (walk.left > 0) {
-    mbarrier_wait(smem.barrier(kKFull), 0);
-    load_logsumexp(0);
-    issue_scores();
-    mbarrier_wait(smem.barrier(kVFull), 0);
-    compute_p();
-    while (walk.left > 1) {
-      compute_gradients(Switch<false>{});
-      walk.next();
-      compute_p();
-    }
-    compute_gradients(Switch<true>{});
-    add_staged();
-    if ((step & 1) == warpgroup) {
-      mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);          // read after write: the other warpgroup's half of the last dS
-      compute_dq(step - 1, false);
+    // S_j is under way, its logsumexp loaded; nothing is left in flight.
+    bool dout_is_there = false;
+    const auto compute_p = [&] {
+      const int stage = step & 1;
+      if (!dout_is_there) mbarrier_wait(smem.barrier(kDoutFull, stage), step >> 1 & 1);  // read after write: dO and delta are there
+      wgmma_fence();
+      issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, kHasWindow ? fresh(v_keys) : v_keys, dout_at(stage));
+      wgmma_wait<1>();
+      pin(s_frag);
+      mask.apply(s_frag, walk.m_block * kBlockM);
+      probabilities(s_frag, p_frag, logsumexp, scores);
+      if constexpr (kKeepsP) pin(s_frag);
+      pin(p_frag);
+      // Both warpgroups are through with step j - 1: dS_{j-1} is there (read after write), dQ_{j-2} has read what dS_j overwrites.
+      // Passes at once at step 0. It also keeps ptxas from waiting for dP before the exponentials.
+      mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);
+      wgmma_wait<0>();
+      pin(dp_frag);
+    };
+    // The rest of step j; unless it is the last, S_{j+1} is left under way.
+    const auto compute_gradients = [&](auto last) {
+      constexpr bool kLast = decltype(last)::kOn;
+      const int stage = step & 1;
+      float negative_delta[kBlockM / 4];
+      load_statistics(negative_delta, smem.negative_delta(stage));
+      wgmma_fence();
+      issue_multiply<QueryTile>(dv_frag, p_frag, dout_at(stage));
+      if constexpr (kKeepsP) score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
+      else score_gradients(ds_frag, p_frag, dp_frag, negative_delta);
+      store_scores(ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
+      if constexpr (!kLast) load_logsumexp(step + 1);
+      wgmma_fence();
+      issue_multiply<QueryTile>(dk_frag, ds_frag, q_at(stage));
       add_staged();
-    }
-  }
+      ++step;
+      if constexpr (!kLast) dout_is_there = mbarrier_test_wait(smem.barrier(kDoutFull, step & 1), step >> 1 & 1);
+      wgmma_wait<0>();
+      arrive(smem.barrier(kDoutEmpty, stage));
+      arrive(smem.barrier(kQEmpty, stage));
+      if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(step - 2, true);
+      else arrive(smem.barrier(kStepDone));
+      if constexpr (!kLast) issue_scores();
+      previous = walk.record;
+    };
 
-  pin(dk_frag);
-  pin(dv_frag);
-  // Where the CTA stands is computed again: that costs less than holding it in registers through the main loop (uniform() keeps the
-  // compiler from finding out).
-  const Position here = key_block_of(p, uniform(smem.index()));
-  const Sequence keys = sequence_of(p, here.batch);
-  store_gradient(dv_frag, 1.f, dv_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
-  store_gradient(dk_frag, p.softmax_scale, dk_of(p, keys, here.head), here.block * kBlockN, warp_row, keys, p.head_dim);
+    if (walk.left > 0) {
+      load_logsumexp(step);
+      issue_scores();
+      mbarrier_wait(smem.barrier(kVFull), parity);                    // read after write: V is there
+      compute_p();
+      while (walk.left > 1) {
+        compute_gradients(Switch<false>{});
+        walk.next();
+        compute_p();
+      }
+      compute_gradients(Switch<true>{});
+      add_staged();
+      if ((step & 1) == warpgroup) {
+        mbarrier_wait(smem.barrier(kStepDone), (step - 1) & 1);          // read after write: the other warpgroup's half of the last dS
+        compute_dq(step - 1, false);
+        add_staged();
+      }
+    }
+
+    pin(dk_frag);
+    pin(dv_frag);
+    // Where the CTA stands is computed again: that costs less than holding it in registers through the main loop (uniform() keeps the
+    // compiler from finding out).
+    const KeyTask here = task_of(p, uniform(smem.tile()));
+    arrive(smem.barrier(kKeysEmpty));
+    const Sequence keys = sequence_of(p, here.batch);
+    const u32 record = key_record_of(p, keys, here.n_block, here.kv_head);
+    await_shares(p, here, record);
+    store_gradient(p, dv_frag, 1.f, dv_of(p, keys, here.kv_head), dv_sums(p, record), here, warp_row, keys);
+    store_gradient(p, dk_frag, p.softmax_scale, dk_of(p, keys, here.kv_head), dk_sums(p, record), here, warp_row, keys);
+    pass_share(p, record);
+  }
   if (!kDeterministic && lane == 0) bulk_wait_read<0>();          // shared memory outlives the last add
 }

@@ -15,19 +15,27 @@ using KeyTile = SlabTile<kBlockN, kHeadDim>;    // K, V
 using QueryTile = SlabTile<kBlockM, kHeadDim>;  // Q, dO
 using ScoreTile = SlabTile<kBlockN, kBlockM>;   // dS^T
 
-// Shared memory: K | V | Q stages | dO stages | logsumexp stages | -delta stages | barriers, ticket | what the kernel has beside these.
+// Shared memory: K | V | Q stages | dO stages | logsumexp stages | -delta stages | barriers, tile | what the kernel has beside these.
 constexpr int kVOffset = KeyTile::kBytes, kQOffset = kVOffset + KeyTile::kBytes, kDoutOffset = kQOffset + 2 * QueryTile::kBytes;
 constexpr int kStatisticsBytes = kBlockM * 4, kLogsumexpOffset = kDoutOffset + 2 * QueryTile::kBytes;
 constexpr int kDeltaOffset = kLogsumexpOffset + 2 * kStatisticsBytes, kBarrierOffset = kDeltaOffset + 2 * kStatisticsBytes;
-constexpr int kTicketOffset = kBarrierOffset + 512;
+constexpr int kTileOffset = kBarrierOffset + 512;
 constexpr int kOwnOffset = kBarrierOffset + 1024;  // a multiple of 1024 again
-// Barriers, in bytes; those with stages have two.
-constexpr int kKFull = 0, kVFull = 8, kQFull = 16, kQEmpty = 32, kDoutFull = 48, kDoutEmpty = 64, kOwnBarriers = 80;
+// Barriers, in bytes; those of Q and dO have two stages.
+constexpr int kKFull = 0, kVFull = 8, kKeysEmpty = 16, kQFull = 24, kQEmpty = 40, kDoutFull = 56, kDoutEmpty = 72, kOwnBarriers = 88;
 static_assert(kOwnOffset % 1024 == 0);
 
 constexpr int kConsumerWarps = 8;
-// 65536 registers: 24 * 128 where one thread issues loads, 240 * 256 where the accumulators live.
+// The launch's 168 * 384 registers: 24 * 128 where one thread issues loads, 240 * 256 where the accumulators live.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+// A warp arrives with all lanes, together. One could arrive for all, after sync_warp(), and is no faster; compute-sanitizer's
+// racecheck then takes the accesses of the others to be unordered.
+constexpr int kWarpArrivals = 32;
+DEVICE void arrive(u32 barrier) {
+  sync_warp();
+  mbarrier_arrive(barrier);
+}
 
 struct SharedMemory {
   u32 base;
@@ -38,70 +46,78 @@ struct SharedMemory {
   DEVICE u32 logsumexp(int stage) const { return base + kLogsumexpOffset + stage * kStatisticsBytes; }
   DEVICE u32 negative_delta(int stage) const { return base + kDeltaOffset + stage * kStatisticsBytes; }
   DEVICE u32 barrier(int which, int stage = 0) const { return base + kBarrierOffset + which + stage * 8; }
-  // What every CTA does first: barriers, the kernel's own with them, and its place in the order of key blocks.
-  template <class Init> DEVICE u32 start(const Params& p, const Init& init_own_barriers) const {
+  // The CTA's tile; the barrier of K says that it is there, kKeysEmpty that everybody has read it.
+  DEVICE u32 tile() const { return ld_shared<u32>(base + kTileOffset); }
+  DEVICE void set_tile(u32 index) const { st_shared(base + kTileOffset, index); }
+  // What every CTA does first. `tile_readers`: threads that read the tile beside the consumers.
+  template <class Init> DEVICE void start(int tile_readers, const Init& init_own_barriers) const {
     if (thread_index() == 0) {
-      init_barriers();
+      init_barriers(tile_readers);
       init_own_barriers();
       fence_mbarrier_init();  // TMA arrives at initialised barriers
-      if constexpr (kDeterministic) st_shared(base + kTicketOffset, atomic_add_global((u32*)p.dq_turns, 1));
     }
     sync_block();  // nobody waits at a barrier that is not initialised
-    return index();
   }
-  // Deterministic: first come, first served, see turns_before.
-  DEVICE u32 index() const { return kDeterministic ? ld_shared<u32>(base + kTicketOffset) : block_index(); }
 
  private:
-  DEVICE void init_barriers() const {
+  DEVICE void init_barriers(int tile_readers) const {
     mbarrier_init(barrier(kKFull), 1);
     mbarrier_init(barrier(kVFull), 1);
+    mbarrier_init(barrier(kKeysEmpty), kConsumerWarps * kWarpArrivals + tile_readers);
     for (int stage = 0; stage < 2; ++stage) {
       mbarrier_init(barrier(kQFull, stage), 1);
-      mbarrier_init(barrier(kQEmpty, stage), kConsumerWarps);
+      mbarrier_init(barrier(kQEmpty, stage), kConsumerWarps * kWarpArrivals);
       mbarrier_init(barrier(kDoutFull, stage), 1);
-      mbarrier_init(barrier(kDoutEmpty, stage), kConsumerWarps);
+      mbarrier_init(barrier(kDoutEmpty, stage), kConsumerWarps * kWarpArrivals);
     }
   }
 };
 
 // ---- which keys, which queries ----
 
-// Key blocks in an order in which the CTAs that run at the same time share q, dout and dq in L2. Windows: the first key block first,
-// which causally is the longest. Deterministic: the last one first, which causally is the first to reach its diagonal, so nobody
-// waits; without a window the key blocks of a head run a few steps behind each other, so few of a head should run at a time.
+// A tile: a block of keys of a key head, and the share of its query heads that one CTA goes through (Params.splits).
+struct KeyTask {
+  int n_block, kv_head, split, batch;
+};
+constexpr u32 kNoTile = ~0u;
+DEVICE u32 tile_count(const Params& p) { return (u32)p.n_blocks * (p.cu_seqlens_k ? 1 : p.batch) * p.num_heads_kv * p.splits; }
+
+// Key blocks in an order in which the CTAs that run at the same time share q, dout and dq in L2; heads are those of the shares.
+// Windows: the first key block first, which causally is the longest. Deterministic: the last one first, which causally is the first
+// to reach its diagonal, so nobody waits; without a window the key blocks of a head run a few steps behind each other, so few of a
+// head should run at a time.
 DEVICE Position place_of(const Params& p, u32 index) {
-  if constexpr (!kHasWindow && !kDeterministic) return position_of(index, p.n_blocks, p.num_heads_kv);
+  const u32 heads = p.num_heads_kv * p.splits;
+  if constexpr (!kHasWindow && !kDeterministic) return position_of(index, p.n_blocks, heads);
   constexpr i64 kL2Bytes = 32 << 20;            // of Hopper's 50 MB
   constexpr u32 kHeadsInLockstep = 33;          // a quarter of 132 SMs: four CTAs still share what one of them loads
-  const i64 head_bytes = (i64)larger(p.seqlen_q, 1) * (kHeadDim * (2 + 2 + 4)) * (p.num_heads_q / p.num_heads_kv);
-  const u32 rows = (u32)(p.cu_seqlens_k ? 1 : p.batch) * p.num_heads_kv;
+  const i64 head_bytes = (i64)larger(p.seqlen_q, 1) * (kHeadDim * (2 + 2 + 4)) * p.split_heads;
+  const u32 rows = (u32)(p.cu_seqlens_k ? 1 : p.batch) * heads;
   const u32 fitting = kHasWindow ? larger((int)(kL2Bytes / head_bytes), 1) : kHeadsInLockstep;
   const u32 section_rows = fitting < rows ? fitting : rows;
   const u32 section = index / (section_rows * p.n_blocks), within = index % (section_rows * p.n_blocks);
   const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;
   const u32 row = section * section_rows + within % here;
   const int block = (int)(within / here);
-  return {kDeterministic ? p.n_blocks - 1 - block : block, (int)(row % p.num_heads_kv), (int)(row / p.num_heads_kv)};
+  return {kDeterministic ? p.n_blocks - 1 - block : block, (int)(row % heads), (int)(row / heads)};
+}
+DEVICE KeyTask task_of(const Params& p, u32 index) {
+  Position at = place_of(p, index);
+  if (p.cu_seqlens_k) at = in_sequence(at, p.cu_seqlens_k, kBlockN, p.batch);
+  return {at.block, at.head / p.splits, at.head % p.splits, at.batch};
 }
 
-DEVICE Position key_block_of(const Params& p, u32 index) {
-  const Position at = place_of(p, index);
-  return p.cu_seqlens_k ? in_sequence(at, p.cu_seqlens_k, kBlockN, p.batch) : at;
-}
-
-// Steps of a CTA: the query blocks that see its keys, query head after query head of the group.
+// Steps of a tile: the query blocks that see its keys, query head after query head of its share.
 struct Walk {
   int left, m_block, head;
   u32 record;       // of m_block and head
   u32 heads;        // of all: from one query block's record to the next
   Span m_blocks;
-  DEVICE Walk(const Params& p, const Sequence& s, int kv_head, int n_block) {
-    const int group = p.num_heads_q / p.num_heads_kv;
-    m_blocks = query_blocks_of(s, n_block);
-    left = larger(m_blocks.end - m_blocks.begin, 0) * group;
+  DEVICE Walk(const Params& p, const Sequence& s, const KeyTask& task) {
+    m_blocks = query_blocks_of(s, task.n_block);
+    left = larger(m_blocks.end - m_blocks.begin, 0) * p.split_heads;
     m_block = m_blocks.begin;
-    head = kv_head * group;
+    head = (task.kv_head * p.splits + task.split) * p.split_heads;
     heads = p.num_heads_q;
     record = record_of(p, first_query_block(p, s) + m_block, head);
   }
@@ -142,42 +158,72 @@ DEVICE RowOrigin key_origin(const Params& p, const Sequence& s, i64 stride_batch
   return origin_of(true, s.batch, s.batch * (stride_batch / stride_row), s.k_length);
 }
 
-// Loads K and V once, then Q with logsumexp and dO with -delta of every step, Q one step ahead because it is needed first.
-DEVICE void produce(const ParamsSm90& params, const Sequence& s, SharedMemory smem, Walk walk, int kv_head, int first_key) {
+// Loads K and V of the tile. Where it lies is computed from its number again: a producer has few registers.
+DEVICE void load_keys(const ParamsSm90& params, SharedMemory smem) {
   const Params& p = params.common;
-  const RowOrigin queries = origin_of(p.cu_seqlens_q != nullptr, s.batch, s.q_start, s.q_length);
-  const auto load_keys = [&](KeyTile tile, const TensorMap& map, u32 full, i64 stride_batch, i64 stride_row) {
+  const KeyTask task = task_of(p, smem.tile());
+  const Sequence s = sequence_of(p, task.batch);
+  const auto load = [&](KeyTile tile, const TensorMap& map, u32 full, i64 stride_batch, i64 stride_row) {
     mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
-    load_rows(tile, &map, full, key_origin(p, s, stride_batch, stride_row), first_key, kv_head);
+    load_rows(tile, &map, full, key_origin(p, s, stride_batch, stride_row), task.n_block * kBlockN, task.kv_head);
   };
-  const auto load_queries = [&](QueryTile tile, const TensorMap& map, u32 statistics, const float* source, u32 full, const Walk& at) {
-    mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
-    load_rows(tile, &map, full, queries, at.m_block * kBlockM, at.head);
-    bulk_load(statistics, source, kStatisticsBytes, full);
-  };
-  int q_step = 0, dout_step = 0;
-  const auto load_q = [&](const Walk& at) {
-    const int stage = q_step & 1;
-    mbarrier_wait(smem.barrier(kQEmpty, stage), (q_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with Q and logsumexp
-    load_queries(smem.q(stage), params.q, smem.logsumexp(stage), logsumexp_rows(p, at.record), smem.barrier(kQFull, stage), at);
-    ++q_step;
-  };
-  const auto load_dout = [&](const Walk& at) {
-    const int stage = dout_step & 1;
-    mbarrier_wait(smem.barrier(kDoutEmpty, stage), (dout_step >> 1 & 1) ^ 1);  // write after read: two steps ago is done with dO and delta
-    load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_rows(p, at.record), smem.barrier(kDoutFull, stage), at);
-    ++dout_step;
-  };
+  load(smem.k(), params.k, smem.barrier(kKFull), p.k_stride_batch, p.k_stride_row);
+  load(smem.v(), params.v, smem.barrier(kVFull), p.v_stride_batch, p.v_stride_row);
+}
 
-  if (walk.left == 0) return;
-  Walk ahead = walk;
-  load_keys(smem.k(), params.k, smem.barrier(kKFull), p.k_stride_batch, p.k_stride_row);
-  load_q(ahead);
-  ahead.next();
-  load_keys(smem.v(), params.v, smem.barrier(kVFull), p.v_stride_batch, p.v_stride_row);
-  for (; walk.left > 0; walk.next()) {
-    load_dout(walk);
-    if (ahead.left > 0) load_q(ahead), ahead.next();
+// Takes tiles until there are no more. Per tile K and V, and for every step Q with logsumexp and dO with -delta, Q first because it
+// is needed first. Those of the next tile's first step are loaded before its K and V, whose room is free last.
+DEVICE void produce(const ParamsSm90& params, SharedMemory smem) {
+  const Params& p = params.common;
+  const u32 tiles = tile_count(p);
+  const auto take = [&] {  // deterministic: first come, first served, see turns_before
+    if constexpr (kDeterministic) return atomic_add_global((u32*)p.dq_turns, 1);
+    else return atomic_add_global(params.tile_counters, 1) + grid_size();
+  };
+  u32 parity = 1;                                                 // of kKeysEmpty: a fresh one is empty
+  const auto hand_over = [&](u32 index) {
+    mbarrier_wait(smem.barrier(kKeysEmpty), parity);              // write after read: the tile before is done with K and V
+    parity ^= 1;
+    smem.set_tile(index);
+  };
+  int step = 0;
+  u32 index = kDeterministic ? take() : block_index();
+  while (index < tiles) {
+    const KeyTask task = task_of(p, index);
+    const Sequence s = sequence_of(p, task.batch);
+    const RowOrigin queries = origin_of(p.cu_seqlens_q != nullptr, s.batch, s.q_start, s.q_length);
+    const auto load_queries = [&](QueryTile tile, const TensorMap& map, u32 statistics, const float* source, u32 full, const Walk& at) {
+      mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
+      load_rows(tile, &map, full, queries, at.m_block * kBlockM, at.head);
+      bulk_load(statistics, source, kStatisticsBytes, full);
+    };
+    const auto load_step = [&](const Walk& at) {
+      const int stage = step & 1, parity = (step >> 1 & 1) ^ 1;
+      mbarrier_wait(smem.barrier(kQEmpty, stage), parity);        // write after read: two steps ago is done with Q and logsumexp
+      load_queries(smem.q(stage), params.q, smem.logsumexp(stage), logsumexp_rows(p, at.record), smem.barrier(kQFull, stage), at);
+      mbarrier_wait(smem.barrier(kDoutEmpty, stage), parity);     // write after read: two steps ago is done with dO and delta
+      load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_rows(p, at.record), smem.barrier(kDoutFull, stage), at);
+      ++step;
+    };
+    Walk walk(p, s, task);
+    if (walk.left == 0 && task.n_block * kBlockN < s.k_rows) {    // nobody sees these keys
+      hand_over(index);
+      mbarrier_arrive(smem.barrier(kKFull));
+      mbarrier_arrive(smem.barrier(kVFull));
+    }
+    for (bool first = true; walk.left > 0; walk.next(), first = false) {
+      load_step(walk);
+      if (first) hand_over(index), load_keys(params, smem);
+    }
+    index = take();                                               // as late as it can be: whoever is free first goes on
+  }
+  hand_over(kNoTile);
+  mbarrier_arrive(smem.barrier(kKFull));
+
+  // The last CTA to get here leaves the counters as it found them.
+  if (!kDeterministic && atomic_add_global(params.tile_counters + 1, 1) == grid_size() - 1) {
+    st_global(params.tile_counters, 0u);
+    st_global(params.tile_counters + 1, 0u);
   }
 }
 
@@ -280,20 +326,41 @@ DEVICE void store_scores(ScoreTile tile, int warp_row, const u32 (&ds_frag)[kBlo
     stmatrix_x4((address ^ k % 4 << 5) + k / 4 * ScoreTile::kSlabBytes, {ds_frag[4 * k], ds_frag[4 * k + 1], ds_frag[4 * k + 2], ds_frag[4 * k + 3]});
 }
 
-// dK or dV of a warpgroup's 64 keys, scaled; `warp_row` is the warp's first of the CTA's rows.
-template <int kCount> DEVICE void store_gradient(float (&acc)[kCount], float scale, Rows<u16> rows, int first_key, int warp_row, const Sequence& s, int head_dim) {
+// ---- dK and dV ----
+
+// Where several CTAs share a key head, each adds to the workspace; deterministic: in the order of their shares, warp by warp. A share
+// waits for one that place_of() has put before it, which ends the argument of turns_before in the same way.
+DEVICE i32* adders_of(const Params& p, u32 record) { return p.dq_turns + 1 + query_records(p) + record; }
+DEVICE void await_shares(const Params& p, const KeyTask& task, u32 record) {
+  if (!kDeterministic || p.splits == 1) return;
+  while (uniform(ld_acquire_global(adders_of(p, record))) < uniform(task.split) * kConsumerWarps) {}
+}
+DEVICE void pass_share(const Params& p, u32 record) {
+  if (!kDeterministic || p.splits == 1) return;
+  fence_global();  // this thread's sums are in memory
+  sync_warp();     // the warp's
+  if (lane_index() == 0) red_release_add_global(adders_of(p, record), 1);
+}
+// dK or dV of a warpgroup's 64 keys, scaled; `warp_row` is the warp's first of the CTA's rows, `sums` those of the workspace.
+template <int kCount> DEVICE void store_gradient(const Params& p, float (&acc)[kCount], float scale, Rows<u16> rows, float* sums, const KeyTask& task, int warp_row, const Sequence& s) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= scale;
-  store_accumulators(rows, first_key + warp_row + (lane_index() >> 2), s.k_rows, head_dim, acc);
+  if (p.splits == 1) {
+    store_accumulators(rows, task.n_block * kBlockN + warp_row + (lane_index() >> 2), s.k_rows, p.head_dim, acc);
+    return;
+  }
+  sums += warp_row * kHeadDim + lane_index() * 4;
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) red_add_global(sums + i * 128, F32x4{acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]});
 }
 
 // ---- deterministic dq: key blocks add to a query block in falling order ----
 // Params.dq_turns: a word that deals out key blocks, then one counter a record, of what has been added to it; all zeroed.
 //
-// Nobody waits for ever. A CTA waits only for key blocks of its own head that come before its own in key_block_of's order. It took its
-// place in that order when it started, so the CTAs it waits for have started before, and a CTA that runs keeps its multiprocessor.
-// All CTAs of a head add in the same order of steps and never wait for anything between two adds but their own loads and products.
-// So of the unfinished CTAs the first waits for nobody and finishes, then the next, whatever order the hardware started blocks in.
+// Nobody waits for ever. A tile waits only for tiles of its own head that come before it in task_of's order. A CTA takes tiles in
+// that order and goes through them in that order, so those it waits for have been taken before, by CTAs that run, and a CTA that
+// runs keeps its multiprocessor. All tiles of a head add in the same order of steps and never wait for anything between two adds but
+// their own loads and products. So the first unfinished tile waits for nobody and finishes, then the next.
 
 // Key blocks that add to query block m before block n does. By the rule of query_blocks_of those are all between n and the last
 // one whose first key some row of m sees.

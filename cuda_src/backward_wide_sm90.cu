@@ -1,8 +1,9 @@
-// Attention backward for Hopper, head dims 192 and 256: dk and dv of 64 keys per CTA, and their part of dq.
+// Attention backward for Hopper, head dims 192 and 256: dk and dv of 64 keys at a time, and their part of dq. Persistent.
 // Assumes attention_backward_prepare_sm90 has run, unit last strides, 16-byte aligned rows, softmax_scale > 0; q, k, v and dout are
 // tensor maps with boxes of 64 columns and 64 rows, see origin_of in backward_sm90.cuh.
-// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero; adds to the workspace's dq.
-// Grid: n_blocks * num_heads_kv * batch (see packed_sm90.cuh), kNumWarps = 12.
+// Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero, or adds to the workspace's where CTAs share a key head;
+// adds to the workspace's dq.
+// Grid: at most one CTA per multiprocessor, at most one per tile (task_of in backward_sm90.cuh), kNumWarps = 12.
 //
 // dK and dV of 64 keys are all the accumulators two warpgroups can hold, so the products are dealt out: per query block j
 //   warpgroup 1   S^T = K Q^T     P^T = exp2(S^T - logsumexp)     dV += P^T dO
@@ -25,24 +26,19 @@ static_assert(kBlockM == 64 && kBlockN == 64 && kNumWarps == 12, "one tile of 64
 KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params) {
   const Params& p = params.common;
   const SharedMemory smem = {shared_base()};
-  const u32 index = smem.start(p, [&] {
-    mbarrier_init(smem.barrier(kPFull), 4);
-    mbarrier_init(smem.barrier(kPEmpty), 4);
+  smem.start(0, [&] {
+    mbarrier_init(smem.barrier(kPFull), 4 * kWarpArrivals);
+    mbarrier_init(smem.barrier(kPEmpty), 4 * kWarpArrivals);
     for (int stage = 0; stage < 2; ++stage) {
-      mbarrier_init(smem.barrier(kDsFull, stage), 4);
-      mbarrier_init(smem.barrier(kDsEmpty, stage), 4 * kAddersPerBlock);
+      mbarrier_init(smem.barrier(kDsFull, stage), 4 * kWarpArrivals);
+      mbarrier_init(smem.barrier(kDsEmpty, stage), 4 * kAddersPerBlock * kWarpArrivals);
     }
   });
-  const Position position = key_block_of(p, index);
-  const Sequence sequence = sequence_of(p, position.batch);
-  const int n_block = position.block, first_key = n_block * kBlockN;
-  if (first_key >= sequence.k_rows) return;
 
   const int warpgroup = uniform(thread_index() / 128) - 1;
-  Walk walk(p, sequence, position.head, n_block);
   if (warpgroup < 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) produce(params, sequence, smem, walk, position.head, first_key);
+    if (thread_index() == 0) produce(params, smem);
     return;
   }
 
@@ -52,133 +48,142 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   const Operand k = smem.k().operand(), v = smem.v().operand(), k_columns = Operand{k.low + column / 64 * (KeyTile::kSlabBytes / 16)};
   const auto ds_smem = [&](int stage) { return ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}; };
   const u32 p_smem = smem.base + kPOffset + (warp * 32 + lane) * 16;  // of this thread and its counterpart
-  const auto arrive = [&](u32 at) {
-    sync_warp();
-    if (lane == 0) mbarrier_arrive(at);
-  };
   const auto wait = [&](int barrier, int step) { mbarrier_wait(smem.barrier(barrier, step & 1), step >> 1 & 1); };  // of the step's stage
 
-  float gradient[kHeadDim / 2];                                       // [64 keys, kHeadDim]: dV or dK
+  int step = 0;                                                       // of all tiles; stage step % 2, phase step / 2 % 2
+  for (u32 parity = 0;; parity ^= 1) {
+    mbarrier_wait(smem.barrier(kKFull), parity);                        // read after write: the tile is there, and K, for S and dQ
+    if (uniform(smem.tile()) == kNoTile) break;
+    const KeyTask task = task_of(p, uniform(smem.tile()));
+    const Sequence sequence = sequence_of(p, task.batch);
+    Walk walk(p, sequence, task);
+    const u32 record = key_record_of(p, sequence, task.n_block, task.kv_head);
+    const int first_step = step;
+    float gradient[kHeadDim / 2];                                       // [64 keys, kHeadDim]: dV or dK
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 2; ++i) gradient[i] = 0.f;
-  int step = 0;                                                       // stage step % 2, phase step / 2 % 2
+    for (int i = 0; i < kHeadDim / 2; ++i) gradient[i] = 0.f;
 
-  // ---- dQ of the step before: its share of the columns, or every other step ----
-  u32 previous = 0;                                                   // its record
-  int previous_m = 0;
-  const auto dq_is_due = [&] { return step > 0 && (!kTurns || (step - 1 & 1) == warpgroup); };
-  const auto issue_dq = [&](float (&dq_frag)[kDqColumns / 2]) {
-    wait(kDsFull, step - 1);                                          // read after write: dS^T is there, from all its warps
-    wgmma_fence();
-    issue_transposed_multiply<kDqColumns, ScoreTile, KeyTile>(dq_frag, ds_smem(step - 1 & 1).operand(), k_columns);
-  };
-  const auto add_dq = [&](const float (&dq_frag)[kDqColumns / 2]) {
-    arrive(smem.barrier(kDsEmpty, step - 1 & 1));
-    if constexpr (kDeterministic) {
-      if (warp == 0 && lane == 0) await_turn(p, previous, kAddersPerBlock * turns_before(sequence, n_block, previous_m));
-      barrier_sync(1 + warpgroup, 128);                               // our turn has come, for all threads
-    }
-    float* dq = dq_sums(p, previous) + warp * kWarpDqFloats + column / 8 * 128 + lane * 4;
+    // ---- dQ of the step before: its share of the columns, or every other step ----
+    u32 previous = 0;                                                   // its record
+    int previous_m = 0;
+    const auto dq_is_due = [&] { return step > first_step && (!kTurns || (step - 1 & 1) == warpgroup); };
+    const auto issue_dq = [&](float (&dq_frag)[kDqColumns / 2]) {
+      wait(kDsFull, step - 1);                                          // read after write: dS^T is there, from all its warps
+      wgmma_fence();
+      issue_transposed_multiply<kDqColumns, ScoreTile, KeyTile>(dq_frag, ds_smem(step - 1 & 1).operand(), k_columns);
+    };
+    const auto add_dq = [&](const float (&dq_frag)[kDqColumns / 2]) {
+      arrive(smem.barrier(kDsEmpty, step - 1 & 1));
+      if constexpr (kDeterministic) {
+        if (warp == 0 && lane == 0) await_turn(p, previous, kAddersPerBlock * turns_before(sequence, task.n_block, previous_m));
+        barrier_sync(1 + warpgroup, 128);                               // our turn has come, for all threads
+      }
+      float* dq = dq_sums(p, previous) + warp * kWarpDqFloats + column / 8 * 128 + lane * 4;
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i)
-      red_add_global(dq + i * 128, F32x4{dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2], dq_frag[4 * i + 3]});
-    if constexpr (kDeterministic) {
-      fence_global();                                                 // this thread's sums are in memory
-      barrier_sync(1 + warpgroup, 128);                               // everybody's
-      if (warp == 0 && lane == 0) pass_turn(p, previous);
-    }
-  };
-  // gradient += A B, dQ of the step before ahead of it where it is due: the sums leave while this product runs.
-  const auto multiply = [&](const u32 (&a_frag)[kBlockM / 4], Operand b) {
-    if (dq_is_due()) {
-      float dq_frag[kDqColumns / 2];                                  // [kBlockM, kDqColumns]
+      for (int i = 0; i < kDqColumns / 8; ++i)
+        red_add_global(dq + i * 128, F32x4{dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2], dq_frag[4 * i + 3]});
+      if constexpr (kDeterministic) {
+        fence_global();                                                 // this thread's sums are in memory
+        barrier_sync(1 + warpgroup, 128);                               // everybody's
+        if (warp == 0 && lane == 0) pass_turn(p, previous);
+      }
+    };
+    // gradient += A B, dQ of the step before ahead of it where it is due: the sums leave while this product runs.
+    const auto multiply = [&](const u32 (&a_frag)[kBlockM / 4], Operand b) {
+      if (dq_is_due()) {
+        float dq_frag[kDqColumns / 2];                                  // [kBlockM, kDqColumns]
+        issue_dq(dq_frag);
+        issue_multiply<QueryTile>(gradient, a_frag, b);
+        wgmma_wait<1>();
+        pin(dq_frag);
+        add_dq(dq_frag);
+      } else {
+        wgmma_fence();
+        issue_multiply<QueryTile>(gradient, a_frag, b);
+      }
+      wgmma_wait<0>();
+      pin(gradient);
+      previous = walk.record;
+      previous_m = walk.m_block;
+    };
+    const auto last_dq = [&] {
+      if (!dq_is_due()) return;
+      float dq_frag[kDqColumns / 2];
       issue_dq(dq_frag);
-      issue_multiply<QueryTile>(gradient, a_frag, b);
-      wgmma_wait<1>();
+      wgmma_wait<0>();
       pin(dq_frag);
       add_dq(dq_frag);
-    } else {
-      wgmma_fence();
-      issue_multiply<QueryTile>(gradient, a_frag, b);
-    }
-    wgmma_wait<0>();
-    pin(gradient);
-    previous = walk.record;
-    previous_m = walk.m_block;
-  };
-  const auto last_dq = [&] {
-    if (!dq_is_due()) return;
-    float dq_frag[kDqColumns / 2];
-    issue_dq(dq_frag);
-    wgmma_wait<0>();
-    pin(dq_frag);
-    add_dq(dq_frag);
-  };
+    };
 
-  if (walk.left > 0) mbarrier_wait(smem.barrier(kKFull), 0);          // read after write: K is there, for S and dQ
-  if (warpgroup == 0) {
-    const Scores scores = scores_of(p, sequence, position.head);
-    const KeyMask mask(sequence, first_key);
-    for (; walk.left > 0; walk.next(), ++step) {
-      const int stage = step & 1;
-      // S^T = K Q^T
-      float s_frag[kBlockM / 2], logsumexp[kBlockM / 4];              // [64 keys, kBlockM]
-      wait(kQFull, step);                                             // read after write: Q and logsumexp are there
-      load_statistics(logsumexp, smem.logsumexp(stage));
-      wgmma_fence();
-      issue_multiply_transposed<KeyTile, QueryTile>(s_frag, k, smem.q(stage).operand());
-      wgmma_wait<0>();
-      pin(s_frag);
-      arrive(smem.barrier(kQEmpty, stage));
-      // P^T = exp2(S^T - logsumexp)
-      u32 p_frag[kBlockM / 4];
-      mask.apply(s_frag, walk.m_block * kBlockM);
-      probabilities(s_frag, p_frag, logsumexp, scores);
-      mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);           // write after read: P^T of the step before has been read
+    if (warpgroup == 0) {
+      const Scores scores = scores_of(p, sequence, walk.head);
+      const KeyMask mask(sequence, task.n_block * kBlockN);
+      for (; walk.left > 0; walk.next(), ++step) {
+        const int stage = step & 1;
+        // S^T = K Q^T
+        float s_frag[kBlockM / 2], logsumexp[kBlockM / 4];              // [64 keys, kBlockM]
+        wait(kQFull, step);                                             // read after write: Q and logsumexp are there
+        load_statistics(logsumexp, smem.logsumexp(stage));
+        wgmma_fence();
+        issue_multiply_transposed<KeyTile, QueryTile>(s_frag, k, smem.q(stage).operand());
+        wgmma_wait<0>();
+        pin(s_frag);
+        arrive(smem.barrier(kQEmpty, stage));
+        // P^T = exp2(S^T - logsumexp)
+        u32 p_frag[kBlockM / 4];
+        mask.apply(s_frag, walk.m_block * kBlockM);
+        probabilities(s_frag, p_frag, logsumexp, scores);
+        mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);           // write after read: P^T of the step before has been read
 #pragma unroll
-      for (int i = 0; i < kBlockM / 8; ++i)
-        st_shared(p_smem + i * 2048, F32x4{s_frag[4 * i], s_frag[4 * i + 1], s_frag[4 * i + 2], s_frag[4 * i + 3]});
-      arrive(smem.barrier(kPFull));
-      // dV += P^T dO
-      wait(kDoutFull, step);                                          // read after write: dO is there
-      multiply(p_frag, smem.dout(stage).operand());
-      arrive(smem.barrier(kDoutEmpty, stage));
-    }
-    last_dq();
-    store_gradient(gradient, 1.f, dv_of(p, sequence, position.head), first_key, warp * 16, sequence, p.head_dim);
-  } else {
-    if (walk.left > 0) mbarrier_wait(smem.barrier(kVFull), 0);        // read after write: V is there
-    for (; walk.left > 0; walk.next(), ++step) {
-      const int stage = step & 1;
-      // dP^T = V dO^T
-      float dp_frag[kBlockM / 2], p_frag[kBlockM / 2], negative_delta[kBlockM / 4];  // [64 keys, kBlockM]
-      wait(kDoutFull, step);                                          // read after write: dO and delta are there
-      load_statistics(negative_delta, smem.negative_delta(stage));
-      wgmma_fence();
-      issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, v, smem.dout(stage).operand());
-      wgmma_wait<0>();
-      pin(dp_frag);
-      arrive(smem.barrier(kDoutEmpty, stage));
-      // dS^T = P^T (dP^T - delta)
-      mbarrier_wait(smem.barrier(kPFull), step & 1);                  // read after write: P^T is there
-#pragma unroll
-      for (int i = 0; i < kBlockM / 8; ++i) {
-        const F32x4 part = ld_shared<F32x4>(p_smem + i * 2048);
-        p_frag[4 * i] = part.x, p_frag[4 * i + 1] = part.y, p_frag[4 * i + 2] = part.z, p_frag[4 * i + 3] = part.w;
+        for (int i = 0; i < kBlockM / 8; ++i)
+          st_shared(p_smem + i * 2048, F32x4{s_frag[4 * i], s_frag[4 * i + 1], s_frag[4 * i + 2], s_frag[4 * i + 3]});
+        arrive(smem.barrier(kPFull));
+        // dV += P^T dO
+        wait(kDoutFull, step);                                          // read after write: dO is there
+        multiply(p_frag, smem.dout(stage).operand());
+        arrive(smem.barrier(kDoutEmpty, stage));
       }
-      arrive(smem.barrier(kPEmpty));
-      u32 ds_frag[kBlockM / 4];
-      score_gradients(ds_frag, p_frag, dp_frag, negative_delta);
-      mbarrier_wait(smem.barrier(kDsEmpty, stage), (step >> 1 & 1) ^ 1);  // write after read: dQ of two steps ago is done
-      store_scores(ds_smem(stage), warp * 16, ds_frag);
-      fence_proxy_async();                                            // dS^T is written by stores and read by wgmma
-      arrive(smem.barrier(kDsFull, stage));
-      // dK += dS^T Q
-      wait(kQFull, step);                                             // read after write: Q is there
-      multiply(ds_frag, smem.q(stage).operand());
-      arrive(smem.barrier(kQEmpty, stage));
+      last_dq();
+      arrive(smem.barrier(kKeysEmpty));
+      await_shares(p, task, record);
+      store_gradient(p, gradient, 1.f, dv_of(p, sequence, task.kv_head), dv_sums(p, record), task, warp * 16, sequence);
+    } else {
+      if (walk.left > 0) mbarrier_wait(smem.barrier(kVFull), parity);   // read after write: V is there
+      for (; walk.left > 0; walk.next(), ++step) {
+        const int stage = step & 1;
+        // dP^T = V dO^T
+        float dp_frag[kBlockM / 2], p_frag[kBlockM / 2], negative_delta[kBlockM / 4];  // [64 keys, kBlockM]
+        wait(kDoutFull, step);                                          // read after write: dO and delta are there
+        load_statistics(negative_delta, smem.negative_delta(stage));
+        wgmma_fence();
+        issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, v, smem.dout(stage).operand());
+        wgmma_wait<0>();
+        pin(dp_frag);
+        arrive(smem.barrier(kDoutEmpty, stage));
+        // dS^T = P^T (dP^T - delta)
+        mbarrier_wait(smem.barrier(kPFull), step & 1);                  // read after write: P^T is there
+#pragma unroll
+        for (int i = 0; i < kBlockM / 8; ++i) {
+          const F32x4 part = ld_shared<F32x4>(p_smem + i * 2048);
+          p_frag[4 * i] = part.x, p_frag[4 * i + 1] = part.y, p_frag[4 * i + 2] = part.z, p_frag[4 * i + 3] = part.w;
+        }
+        arrive(smem.barrier(kPEmpty));
+        u32 ds_frag[kBlockM / 4];
+        score_gradients(ds_frag, p_frag, dp_frag, negative_delta);
+        mbarrier_wait(smem.barrier(kDsEmpty, stage), (step >> 1 & 1) ^ 1);  // write after read: dQ of two steps ago is done
+        store_scores(ds_smem(stage), warp * 16, ds_frag);
+        fence_proxy_async();                                            // dS^T is written by stores and read by wgmma
+        arrive(smem.barrier(kDsFull, stage));
+        // dK += dS^T Q
+        wait(kQFull, step);                                             // read after write: Q is there
+        multiply(ds_frag, smem.q(stage).operand());
+        arrive(smem.barrier(kQEmpty, stage));
+      }
+      last_dq();
+      arrive(smem.barrier(kKeysEmpty));
+      await_shares(p, task, record);
+      store_gradient(p, gradient, p.softmax_scale, dk_of(p, sequence, task.kv_head), dk_sums(p, record), task, warp * 16, sequence);
     }
-    last_dq();
-    store_gradient(gradient, p.softmax_scale, dk_of(p, sequence, position.head), first_key, warp * 16, sequence, p.head_dim);
+    pass_share(p, record);
   }
 }

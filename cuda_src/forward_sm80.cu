@@ -5,6 +5,7 @@
 // Where all columns of V do not fit a warp's registers, kVParts CTAs share a query block: each computes its scores, and its own
 // columns of out.
 #include "bias.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
 #include "product.cuh"
@@ -34,7 +35,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
   const u32 index = block_index() / kVParts;
   const int first_v = (int)(block_index() % kVParts) * kPartV;
-  const Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, p.batch * p.num_heads_q) : position_of(index, p.m_blocks, p.num_heads_q);
+  const Position position = kHasBounds ? longest_first<kL2Bytes>(p, index, p.batch * p.num_heads_q) : position_of(index, p.m_blocks, p.num_heads_q);
   const int m_block = position.block, head = position.head;
   const Sequence sequence = sequence_of(p, position.batch);
   if (m_block * kBlockM >= sequence.q_length) return;
@@ -43,6 +44,8 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   const QTile q_smem = {smem};
   const BlockKeys keys = keys_of_block(p, sequence, m_block, smem + kScratchOffset);
   const int n_first = keys.any.begin / kBlockN, n_last = ceil_div(keys.any.end, kBlockN) - 1;
+
+  const auto keys_of_tile = [&](int n) { return Span{n * kBlockN, (n + 1) * kBlockN}; };
 
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
   const Rows<const Element> k_rows = k_of(p, sequence, kv_head), v_rows = v_of(p, sequence, kv_head).columns_from(first_v);
@@ -63,6 +66,9 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   // This thread's first element of a C fragment
   const int warp_row = warp_index() * kRowsPerWarp;
   const int i_first = m_block * kBlockM + QueriesDown::row(), j_lane = QueriesDown::column();
+  // By a window alone, warps at the top of a block see other keys than those at its bottom.
+  constexpr bool kWarpsDiffer = kHasWindow && !kHasKeyRanges;
+  const BlockKeys warp_keys = kWarpsDiffer ? keys_of_rows(sequence, m_block * kBlockM + warp_row, kRowsPerWarp) : keys;
 
   const Scores scores = scores_of(p, sequence, head);
   const Dropout dropout = dropout_of(p, position.batch, head);
@@ -97,8 +103,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 
   float out_frag[kMFrags][kOutFrags][4];  // [rows of the warp, kPartV]
   OnlineSoftmax<kMFrags> softmax;
-  // NaN and Inf in V behind a mask are taken out only when they have shown in out: then the block is computed once more, with care.
-  bool careful = false, first = true;
+  bool first = true;
   int n = 0, stage = 0;
   const auto begin = [&] {
     clear(out_frag);
@@ -131,72 +136,88 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     }
   };
 
-  while (n >= n_first) {
-    cp_async_wait<0>();
-    sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
-    if constexpr (kQInRegisters) {
-      if (first) {
-#pragma unroll
-        for (int k = 0; k < kQSteps; ++k)
-#pragma unroll
-          for (int m = 0; m < kMFrags; ++m) ldmatrix_x4(q_frag[k][m], q_window.at(m * 16, k * 2));
-      }
-    }
-    first = false;
-    if constexpr (kHasMask) hidden = next_hidden, mask_bits = next_mask_bits;
-    const int n_next = find_block(n - 1);
-    if constexpr (kNumStages == 2) {
-      if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
-    } else {
-      load_v(n, 0);
-    }
-    cp_async_commit();
-    if (n_next >= n_first) fetch_mask(n_next);
-
-    // S = Q K^T
-    float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
-    clear(s_frag);
-    multiply_transposed<kHeadDim / kMmaDepth>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
-
-    if constexpr (kNumStages == 1) {
+  const auto attend = [&](auto careful) {
+    constexpr bool kCareful = decltype(careful)::kOn;
+    while (n >= n_first) {
       cp_async_wait<0>();
-      sync_block();  // V has landed for all; nobody reads K any more
-      if (n_next >= n_first) load_k(n_next, 0);
-      cp_async_commit();
-    }
-
-    if constexpr (kTransformsScores)
-      transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
-        return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
-      });
-    if constexpr (kHasBias) {
-      sync_warp();  // all lanes have read the warp's rows of the bias
-      if (n_next >= n_first) load_next_bias(n_next);
-      cp_async_commit();
-    }
-    const bool bounded = keys.needs_mask(n);
-    if (bounded || hidden) {
-      u32 non_finite = 0;
-      if constexpr (kHasBounds || kHasMask) {
-        if (careful) non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
-        if (!bounded && non_finite != 0) blot_out(s_frag, non_finite);
+      sync_block();  // K (with two stages V too) has landed for all; nobody reads the buffers of the block before any more
+      if constexpr (kQInRegisters) {
+        if (first) {
+#pragma unroll
+          for (int k = 0; k < kQSteps; ++k)
+#pragma unroll
+            for (int m = 0; m < kMFrags; ++m) ldmatrix_x4(q_frag[k][m], q_window.at(m * 16, k * 2));
+        }
       }
-      if (bounded) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+      first = false;
+      if constexpr (kHasMask) hidden = next_hidden, mask_bits = next_mask_bits;
+      const int n_next = find_block(n - 1);
+      if constexpr (kNumStages == 2) {
+        if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
+      } else {
+        load_v(n, 0);
+      }
+      cp_async_commit();
+      if (n_next >= n_first) fetch_mask(n_next);
+
+      u32 non_finite = 0;
+      const auto take_out_of_v = [&] {
+        if constexpr (kCareful) {
+          if (keys.need_mask(keys_of_tile(n)) || hidden)
+            non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
+        }
+      };
+      if constexpr (kNumStages == 2) take_out_of_v();
+
+      // S = Q K^T
+      float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
+      clear(s_frag);
+      multiply_transposed<kHeadDim / kMmaDepth>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+
+      if constexpr (kNumStages == 1) {
+        cp_async_wait<0>();
+        sync_block();  // V has landed for all; nobody reads K any more
+        take_out_of_v();
+        if (n_next >= n_first) load_k(n_next, 0);
+        cp_async_commit();
+      }
+
+      Cap cap = {};
+      if constexpr (kCapsInSoftmax)
+        cap = cap_of(s_frag, scores);
+      else if constexpr (kTransformsScores)
+        transform(s_frag, sequence, scores, i_first, n * kBlockN + j_lane, [&](int m, int half, int f) {
+          return bias_pair(bias_smem, QueriesDown::row() + m * 16 + half * 8, j_lane + f * 8);
+        });
+      if constexpr (kHasBias) {
+        sync_warp();  // all lanes have read the warp's rows of the bias
+        if (n_next >= n_first) load_next_bias(n_next);
+        cp_async_commit();
+      }
+      if (warp_keys.need_mask(keys_of_tile(n))) apply_mask(s_frag, p, sequence, MaskBits<kMFrags>{}, non_finite, i_first, n * kBlockN + j_lane);
+      else if (kCareful && non_finite != 0) blot_out(s_frag, non_finite);
       if (hidden) apply_mask_bits(s_frag, mask_bits);
-    }
 
-    // P = exp2(S - row_max), O rescaled
-    softmax.update(s_frag, out_frag, scale_log2);
-    if constexpr (kHasDropout) drop(s_frag, dropout, i_first, n * kBlockN + j_lane);
+      // P = exp2(S - row_max), O rescaled
+      if constexpr (kCapsInSoftmax) softmax.update(s_frag, out_frag, scale_log2, cap);
+      else softmax.update(s_frag, out_frag, scale_log2);
 
-    // O += P V
-    multiply<kBlockN / kMmaDepth>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) { load_packed(p_frag, s_frag, k); },
-                           right_rows(v_smem(stage), 0));
-    if constexpr (kNumStages == 2) stage ^= 1;
-    n = n_next;
-    if constexpr (kHasBounds || kHasMask) {
-      if (n < n_first && !careful && sync_block_or(any_non_finite(out_frag))) careful = true, begin();
+      // O += P V
+      if constexpr (kHasDropout && kIsFp32) drop_scores(s_frag, dropout, i_first, n * kBlockN + j_lane);
+      U32x4 words[(kMFrags + 1) / 2];
+      multiply<kBlockN / kMmaDepth>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {
+        load_packed(p_frag, s_frag, k);
+        if constexpr (kHasDropout && !kIsFp32) drop(p_frag, words, dropout, i_first, n * kBlockN + j_lane, k);
+      }, right_rows(v_smem(stage), 0));
+      if constexpr (kNumStages == 2) stage ^= 1;
+      n = n_next;
     }
+  };
+  // NaN and Inf in V behind a mask are taken out only when they have shown in out: then the block is computed once more, with care,
+  // by code of its own, for what it adds to the loop costs a tenth where nothing is to be taken out. In fp32 products outweigh it.
+  attend(Switch<kIsFp32 && (kHasBounds || kHasMask)>{});
+  if constexpr (!kIsFp32 && (kHasBounds || kHasMask)) {
+    if (sync_block_or(any_non_finite(out_frag))) begin(), attend(Switch<true>{});
   }
 
   float sink_log2 = negative_infinity();

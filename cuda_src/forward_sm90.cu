@@ -4,8 +4,13 @@
 // by TMA. Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first, it
 // issues
 //     S_n = Q K_n^T   and   O += P_{n+1} V_{n+1}
-// together, and does the softmax of S_n while the second product and those of the other warpgroups keep the tensor
-// cores busy. Warpgroups issue in turns.
+// together, and does the softmax of S_n while the products of the other warpgroups keep the tensor cores busy. Warpgroups
+// issue in turns. A wgmma holds up its own warps until it has nearly run (measured: four of 64 clocks take 275 to issue), so
+// a warpgroup's own product hides little of its softmax: three of 64 rows beat two with longer blocks of keys. P V in pieces
+// under the exponentials of one warpgroup, tried instead: 5 to 10% slower.
+//
+// A tile's ends, where warpgroups work at the same things, are short: Q of the next tile is there before it begins, the
+// row sums are finished under the last product, and O is stored under the first scores of the next tile.
 //
 // Assumes what the tensor maps of params_sm90.cuh ask for, 16-byte aligned rows of out, softmax_scale > 0. Stores out
 // [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
@@ -26,24 +31,29 @@ static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDro
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
-using QTile = SlabTile<kBlockM, kHeadDim>;
+using QTile = SlabTile<64, kHeadDim>;  // of one consumer
 using KTile = SlabTile<kBlockN, kHeadDim>;
 using VTile = SlabTile<kBlockN, kHeadDimV>;
+using OutTile = SlabTile<64, kHeadDimV>;
 constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
-// Exponentials (of kScores a thread) taken while the warpgroup's own P V runs. With three or more consumers the products of
-// the others are cover enough.
-constexpr int kUnderProduct = kConsumers == 2 && kHeadDimV <= 128 ? kScores / 2 : 0;
 
-// A tile of work, decoded by the producer. m_block < 0: there is no more.
+// A tile of work, decoded by the producer. head < 0: there is no more.
 struct alignas(64) Work {
   Sequence sequence;
-  int m_block, head;
+  int first_row, head;
   Span blocks;  // key blocks that some row sees
 };
 
-// Shared memory: Q | K stages | V stages | rings | Work of two tiles
-constexpr int kKOffset = QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
-constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<1>::kBytes;
+// Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
+// A Q stage holds one consumer's rows; there are as many as fit, for two tiles at most.
+constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes);
+constexpr int kQFitting = (227 * 1024 - 512 - kKeyBytes) / QTile::kBytes;
+constexpr int kQStages = kQFitting < 2 * kConsumers ? kQFitting : 2 * kConsumers;
+static_assert(kQStages >= kConsumers, "Q of a whole tile");
+// With Q of two tiles, O takes the place of its tile's Q on its way out; else it is stored from registers.
+constexpr bool kStagesOut = kQStages == 2 * kConsumers && kHeadDimV <= kHeadDim;
+constexpr int kKOffset = kQStages * QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
+constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
 constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
 constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
 constexpr int kSharedMemory = kWorkOffset + 2 * sizeof(Work);
@@ -53,23 +63,24 @@ constexpr int kTurn = 1, kAllConsumers = kTurn + kConsumers;
 
 struct Shared {
   u32 base;
-  QTile q;
-  DEVICE explicit Shared(u32 base) : base(base), q{base} {}
+  DEVICE explicit Shared(u32 base) : base(base) {}
+  DEVICE QTile q(int stage) const { return {base + stage * QTile::kBytes}; }
+  DEVICE OutTile out(int q_stage) const { return {q(q_stage).base}; }
   DEVICE KTile k(int stage) const { return {base + kKOffset + stage * KTile::kBytes}; }
   DEVICE VTile v(int stage) const { return {base + kVOffset + stage * VTile::kBytes}; }
   DEVICE u32 work(int stage) const { return base + kWorkOffset + stage * (u32)sizeof(Work); }
 };
 
 struct Rings {
-  Ring<1> q;
+  Ring<kQStages> q;  // a tile takes kConsumers stages, in the order of the consumers
   Ring<kNumStages> k, v;
   Ring<2> work;
   DEVICE explicit Rings(u32 base) : q(base + kQRing), k(base + kKRing), v(base + kVRing), work(base + kWorkRing) {}
   DEVICE void init() const {
-    q.init(1, kConsumers * 4);
+    q.init(1, 4);
     k.init(1, kConsumers * 4);
     v.init(1, kConsumers * 4);
-    work.init(1, kConsumers * 4);
+    work.init(1, kConsumers * 128);
     fence_mbarrier_init();
   }
 };
@@ -80,6 +91,7 @@ DEVICE Span blocks_of(const BlockKeys& keys) {
   return {keys.any.begin / kBlockN, ceil_div(keys.any.end, kBlockN)};
 }
 DEVICE BlockKeys keys_of_rows(const Params& p, const Sequence& s, int first, int end) {
+  end = smaller(end, s.q_length);
   if (first >= end) return {{0, 0}, {0, 0}};
   const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
   return {{top.begin, bottom.end}, {bottom.begin, top.end}};
@@ -89,6 +101,18 @@ DEVICE Span uniform(Span span) { return {uniform(span.begin), uniform(span.end)}
 
 // ---- producer: one thread ----
 
+// Rows by which tiles begin early, in whole warpgroups. Where causal rows see the more keys the later they are, warpgroups
+// without rows belong into the first tile, which is the shortest, not into the last (head dim 128 at 2048: 6% less work).
+DEVICE int missing_rows(const Sequence& s) {
+  return kHasWindow ? (ceil_div(s.q_length, kBlockM) * kBlockM - s.q_length) / 64 * 64 : 0;
+}
+
+// Heads that are worked on together: as many as keep K and V in kL2Bytes of the 50 MB of L2 (head dim 128 at 8192: 667
+// TFLOP/s, with 16 MB 644), and kL2Heads where those are few: their tiles walk over the same keys at the same time (16384:
+// head dim 128 669 instead of 643, head dim 256 703 instead of 662), while more would be read again from memory.
+constexpr i64 kL2Bytes = 32 << 20;
+constexpr u32 kL2Heads = 16;
+
 DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const Params& p = params.common;
   const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
@@ -96,15 +120,15 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   u32 index = block_index();
   while (index < tiles) {
     const u32 next = atomic_add_global(params.tile_counters, 1) + grid_size();  // arrives while this tile loads
-    constexpr i64 kL2Bytes = 32 << 20;  // of 50 MB: head dim 128 causal at 8192 reads 667 TFLOP/s, with 16 MB 644
-    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows) : position_of(index, p.m_blocks, p.num_heads_q);
+    Position position = kHasWindow ? longest_first<kL2Bytes, kL2Heads>(p, index, rows)
+                                   : position_of(index, p.m_blocks, p.num_heads_q);
     if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
     const Sequence s = sequence_of(p, position.batch);
-    const int first_row = position.block * kBlockM;
+    const int first_row = position.block * kBlockM - missing_rows(s);
     index = next;
     if (first_row >= s.q_length) continue;
-    const BlockKeys keys = keys_of_rows(p, s, first_row, smaller(first_row + kBlockM, s.q_length));
-    const Work work = {s, position.block, position.head, blocks_of(keys)};
+    const BlockKeys keys = keys_of_rows(p, s, larger(first_row, 0), first_row + kBlockM);
+    const Work work = {s, first_row, position.head, blocks_of(keys)};
 
     rings.work.wait_empty();  // every consumer has read what was there
     st_shared(smem.work(rings.work.stage()), work);
@@ -123,11 +147,18 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
       smem.v(rings.v.stage()).load(&params.v, rings.v.full(), (int)s.k_start + n * kBlockN, kv_head, k_batch);
       rings.v.advance();
     };
+    const auto load_q = [&](int consumer) {
+      rings.q.wait_empty();
+      smem.q(rings.q.stage()).load(&params.q, rings.q.full(), (int)s.q_start + first_row + consumer * 64, position.head, q_batch);
+      rings.q.advance();
+    };
+    // First the stages of Q that the tile before does not hold; the others wait for its last scores, or for O to be stored.
     int n = work.blocks.end - 1;
+#pragma unroll
+    for (int consumer = 0; consumer < kQStages - kConsumers; ++consumer) load_q(consumer);
     if (n >= work.blocks.begin) load_k(n);
-    rings.q.wait_empty();  // the last scores of the tile before are done
-    smem.q.load(&params.q, rings.q.full(), (int)s.q_start + first_row, position.head, q_batch);
-    rings.q.advance();
+#pragma unroll
+    for (int consumer = kQStages - kConsumers; consumer < kConsumers; ++consumer) load_q(consumer);
     for (; n >= work.blocks.begin; --n) {
       if (n > work.blocks.begin) load_k(n - 1);
       load_v(n);
@@ -135,7 +166,7 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   }
   rings.work.wait_empty();
   Work none = {};
-  none.m_block = -1;
+  none.head = -1;
   st_shared(smem.work(rings.work.stage()), none);
   mbarrier_arrive(rings.work.full());
 
@@ -148,8 +179,8 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
 
 // ---- consumers ----
 
-// This thread's first row of the accumulators, of kBlockM; the second is 8 below.
-DEVICE int row_of_thread(int consumer) { return consumer * 64 + (warp_index() & 3) * 16 + (lane_index() >> 2); }
+// This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
+DEVICE int row_of_thread() { return (warp_index() & 3) * 16 + (lane_index() >> 2); }
 
 // Rows of V behind the last key hold other keys (of the next sequence, or not in use): p = 0 there, but 0 * NaN is not 0.
 DEVICE void clear_tail(VTile v_smem, int first_row) {
@@ -163,49 +194,9 @@ DEVICE void clear_tail(VTile v_smem, int first_row) {
   barrier_sync(kAllConsumers, kConsumers * 128);  // cleared for the wgmma of all
 }
 
-// O and logsumexp of a warpgroup's rows to global memory.
-DEVICE void store(const Params& p, const Work& work, int consumer, float (&o_frag)[kOutputs], LaggingSoftmax& softmax) {
-  const Sequence& s = work.sequence;
-  const int lane = lane_index(), i_first = work.m_block * kBlockM + row_of_thread(consumer);
-  float logsumexp[1][2];
-  float sink_log2 = negative_infinity();
-  if constexpr (kHasSinks) sink_log2 = ld_global(p.sinks + work.head) * kLog2e;
-  softmax.finalize(logsumexp, fragments(o_frag), sink_log2);
-  float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, work.head);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = i_first + half * 8;
-    if (p.logsumexp && (lane & 3) == 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[0][half]);
-  }
-  store_accumulators(out_of(p, s, work.head), i_first, s.q_length, p.head_dim_v, o_frag);
-
-  // NaN or Inf may come from values of V that a row does not see.
-  bool finite[2] = {true, true};
-  if constexpr (kHasWindow) {
-    float zero[2] = {0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) zero[i >> 1 & 1] += o_frag[i] * 0.f;
-    finite[0] = zero[0] == 0.f, finite[1] = zero[1] == 0.f;
-  }
-  if (kHasWindow && vote_any(!finite[0] || !finite[1])) {
-    sync_warp();  // the rows stored above are overwritten
-#pragma unroll 1
-    for (int row = 0; row < 16; ++row) {
-      const bool upper = row >= 8, mine = lane >> 2 == (row & 7);
-      const bool redo = vote_any(mine && !(upper ? finite[1] : finite[0]));
-      const int i = uniform(i_first - (lane >> 2) + row);
-      float row_logsumexp = mine && (lane & 3) == 0 ? (upper ? logsumexp[0][1] : logsumexp[0][0]) : 0.f;
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes >>= 1) row_logsumexp += shfl_xor(row_logsumexp, lanes);
-      if (redo && i < uniform(s.q_length)) recompute_row(p, s, work.head, i, row_logsumexp);
-    }
-  }
-}
-
 DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int consumer) {
   const Params& p = params.common;
-  const Operand q_operand = smem.q.operand(consumer * 64);
-  const u32 k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
+  const u32 q_operand = smem.q(0).operand().low, k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
 
   // One arrival a warp, after all of its lanes.
   const auto release = [&](auto& ring) {
@@ -218,12 +209,31 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   const float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
+  // The tile before, while its O lies in shared memory.
+  bool staged = false;
+  Rings unstored = rings;
+  const auto store_staged = [&] {
+    if (!kStagesOut || !staged) return;
+    staged = false;
+    sync_warp();  // staged by all lanes
+    const Work work = ld_shared<Work>(smem.work(unstored.work.stage()));
+    const int row = (warp_index() & 3) * 16, first_row = work.first_row + consumer * 64;
+    U32x4 chunks[4 * OutTile::kSlabs];
+    load_warp_rows(chunks, smem.out(unstored.q.stage()), row);
+    fence_proxy_async();  // O was written and read by ordinary instructions, Q comes by TMA
+    release(unstored.q);
+    mbarrier_arrive(unstored.work.empty());  // every thread has read it itself
+    const Sequence& s = work.sequence;
+    if (first_row >= 0)
+      store_warp_rows(out_of(p, s, work.head).from(first_row), row, s.q_length - first_row, p.head_dim_v, chunks);
+  };
+
   for (;;) {
     rings.work.wait_full();
     const u32 slot = smem.work(rings.work.stage());
-    const int m_block = uniform(ld_shared<Work>(slot).m_block);
-    if (m_block < 0) break;
-    rings.q.position = rings.work.position;  // one Q a tile
+    if (uniform(ld_shared<Work>(slot).head) < 0) break;
+    rings.q.position = rings.work.position * kConsumers + consumer;
+    const Operand q{q_operand + rings.q.stage() * (QTile::kBytes >> 4)};
 
     float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
     u32 p_frag[kScores / 2];  // P of the block before, the A operand of P V
@@ -235,22 +245,28 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const auto score = [&](float (&s_frag)[kScores], int n, bool masked) {
       if (!kTransformsScores && !masked) return;
       const Work work = ld_shared<Work>(slot);
-      const int i = work.m_block * kBlockM + row_of_thread(consumer), j = n * kBlockN + (lane_index() & 3) * 2;
+      const int i = work.first_row + consumer * 64 + row_of_thread(), j = n * kBlockN + (lane_index() & 3) * 2;
       const Sequence& s = work.sequence;
-      if constexpr (kTransformsScores) transform(fragments(s_frag), p, s, scores_of(p, s, work.head), i, j);
-      if (masked) {
-        const MaskBits<1> no_mask = {};
-        apply_mask(fragments(s_frag), p, s, no_mask, 0, i, j);
+      if constexpr (kTransformsScores) transform<kHeadDim <= 128>(fragments(s_frag), s, scores_of(p, s, work.head), i, j);
+      if (!masked) return;
+      Span columns[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Span keys = keys_of(p, s, smaller(i + half * 8, s.q_length - 1));
+        columns[half] = {keys.begin - j, keys.end - j};
       }
+      if (kHasWindow && p.window_left >= 0) hide<true>(s_frag, columns);
+      else hide<false>(s_frag, columns);
     };
+
     const auto issue_scores = [&](float (&s_frag)[kScores]) {
-      const Operand k{k_operand + rings.k.stage() * (KTile::kBytes >> 4)};
-      issue_multiply_transposed<QTile, KTile>(s_frag, q_operand, k);
+      issue_multiply_transposed<QTile, KTile>(s_frag, q, Operand{k_operand + rings.k.stage() * (KTile::kBytes >> 4)});
     };
     const auto issue_output = [&] {
       issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
     };
-    const auto set_operand = [&](const float (&s_frag)[kScores]) {
+    const auto set_operand = [&](float (&s_frag)[kScores]) {
+      softmax.exponentiate(s_frag, scale_log2);
       pack_operand(p_frag, s_frag);
       pin(p_frag);  // written before the next product's fence
     };
@@ -263,49 +279,35 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       wgmma_fence();
       issue_scores(s_frag);
       pass_turn();
+      store_staged();
       wgmma_wait<0>();
       pin(s_frag);
       release(rings.k);
       score(s_frag, n, masked);
       softmax.grow(factor, s_frag, scale_log2);
-      softmax.exponentiate<0, kScores>(s_frag, scale_log2);
       set_operand(s_frag);
     };
     // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
-    const auto step = [&](int n, auto masked) {
+    const auto step = [&](int n, bool masked) {
       float s_frag[kScores], factor[2];
+      softmax.set_limit();  // not between the turn and the products
       rings.k.wait_full();
       rings.v.wait_full();
       take_turn();
-      wgmma_fence();
+      wgmma_fence();  // P, and O if it was rescaled, were written by ordinary instructions
       issue_scores(s_frag);
       issue_output();
       pass_turn();
-      softmax.set_limit();
-      wgmma_wait<1>();
+      wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P
       pin(s_frag);
       release(rings.k);
-      score(s_frag, n, masked.kOn);
+      score(s_frag, n, masked);
       const bool grew = softmax.grow(factor, s_frag, scale_log2);
-      if constexpr (kUnderProduct > 0) {
-        softmax.exponentiate<0, kUnderProduct>(s_frag, scale_log2);
-        hold(softmax.row_sum[0] + softmax.row_sum[1], slot);
-      }
       wgmma_wait<0>();
       pin(o_frag);
       release(rings.v);
       if (grew) scale_rows(o_frag, factor);
-      softmax.exponentiate<kUnderProduct, kScores>(s_frag, scale_log2);
       set_operand(s_frag);
-    };
-    // O += P V of the last block.
-    const auto finish = [&] {
-      rings.v.wait_full();
-      wgmma_fence();
-      issue_output();
-      wgmma_wait<0>();
-      pin(o_frag);
-      release(rings.v);
     };
     // A block only other warpgroups see.
     const auto skip = [&] {
@@ -319,8 +321,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
 
     const Sequence s = ld_shared<Work>(slot).sequence;
     const Span blocks = uniform(ld_shared<Work>(slot).blocks);
-    const int first_row = m_block * kBlockM + consumer * 64;
-    const BlockKeys keys = keys_of_rows(p, s, first_row, smaller(first_row + 64, s.q_length));
+    const int first_row = uniform(ld_shared<Work>(slot).first_row) + consumer * 64;
+    const BlockKeys keys = first_row < 0 ? BlockKeys{{0, 0}, {0, 0}} : keys_of_rows(p, s, first_row, first_row + 64);
     const Span own = uniform(blocks_of(keys)), unmasked = uniform(keys.all);
     int n = blocks.end - 1;
     if ((p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && s.k_length < blocks.end * kBlockN) {
@@ -329,22 +331,66 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     }
     for (; n >= own.end && n >= blocks.begin; --n) skip();
     rings.q.wait_full();
+
+    const int i_first = first_row + row_of_thread();
+    float factor[2], logsumexp[2];
+    const auto finish_rows = [&] {
+      const int head = ld_shared<Work>(slot).head;
+      softmax.finalize(factor, logsumexp, kHasSinks ? ld_global(p.sinks + head) * kLog2e : negative_infinity());
+      if (!kStagesOut) release(rings.q);  // the next tile's Q is loaded under the last product and the store
+      float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, head);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = i_first + half * 8;
+        if (p.logsumexp && (lane_index() & 3) == 0 && i >= 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[half]);
+      }
+    };
     if (own.begin < own.end) {
       const auto needs_mask = [&](int n) { return n * kBlockN < unmasked.begin || (n + 1) * kBlockN > unmasked.end; };
       begin(n, needs_mask(n));
-      for (--n; n >= own.begin; --n) {
-        if (kHasWindow && needs_mask(n)) step(n, Switch<true>{});
-        else step(n, Switch<false>{});
+      for (--n; n >= own.begin;) {
+        if (kHasWindow && needs_mask(n)) {
+          step(n--, true);
+        } else {  // a loop of its own, without a test a block
+          const int end = kHasWindow ? larger(own.begin, ceil_div(unmasked.begin, kBlockN)) : own.begin;
+          for (; n >= end; --n) step(n, false);
+        }
       }
-      release(rings.q);  // the next tile's Q is loaded under the last product and the store
-      finish();
+      // O += P V of the last block; meanwhile what does not need O.
+      rings.v.wait_full();
+      wgmma_fence();
+      issue_output();
+      finish_rows();
+      wgmma_wait<0>();
+      pin(o_frag);
+      release(rings.v);
     } else {
-      release(rings.q);
+      store_staged();
+      finish_rows();
     }
     for (; n >= blocks.begin; --n) skip();
-    store(p, ld_shared<Work>(slot), consumer, o_frag, softmax);
-    release(rings.work);
+
+    scale_rows(o_frag, factor);
+    bool finite[2] = {true, true};
+    if constexpr (kHasWindow) all_finite(finite, o_frag);
+    if constexpr (kStagesOut) {
+      // All four warps have waited for the scores of Q before any could issue the last product, so nobody reads it any more.
+      stage_accumulators(smem.out(rings.q.stage()), (warp_index() & 3) * 16, o_frag);
+      staged = true;
+      unstored = rings;
+    } else {
+      if (first_row >= 0) store_accumulators(out_of(p, s, ld_shared<Work>(slot).head), i_first, s.q_length, p.head_dim_v, o_frag);
+    }
+    if (kHasWindow && vote_any(!finite[0] || !finite[1])) {
+      const int head = ld_shared<Work>(slot).head;
+      store_staged();
+      sync_warp();  // the rows stored above are overwritten
+      recompute_rows(p, s, head, i_first, logsumexp, finite);
+    }
+    if (!kStagesOut) mbarrier_arrive(rings.work.empty());  // every thread has read it itself
+    rings.work.advance();
   }
+  store_staged();
 }
 
 KERNEL(kThreads, 1) attention_forward_sm90(GRID_CONSTANT ParamsSm90 params) {

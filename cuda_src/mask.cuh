@@ -46,8 +46,15 @@ DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
 // What a query block sees: `any` spans what some row sees, `all` what every row sees.
 struct BlockKeys {
   Span any, all;
-  DEVICE bool needs_mask(int n_block) const { return n_block * kBlockN < all.begin || (n_block + 1) * kBlockN > all.end; }
+  DEVICE bool need_mask(Span keys) const { return keys.begin < all.begin || keys.end > all.end; }
+  DEVICE bool see(Span keys) const { return keys.begin < any.end && keys.end > any.begin; }
 };
+
+// The same for rows [first, first + count), key_ranges aside: both ends grow with the row, the outer rows decide.
+DEVICE BlockKeys keys_of_rows(const Sequence& s, int first, int count) {
+  const Span top = window_of(s, smaller(first, s.q_length - 1)), bottom = window_of(s, smaller(first + count, s.q_length) - 1);
+  return {{top.begin, bottom.end}, {bottom.begin, top.end}};
+}
 
 constexpr int kBlockKeysBytes = kNumWarps * 16;
 
@@ -55,9 +62,7 @@ constexpr int kBlockKeysBytes = kNumWarps * 16;
 DEVICE BlockKeys keys_of_block(const Params& p, const Sequence& s, int m_block, u32 scratch) {
   const int first = m_block * kBlockM, end = smaller(first + kBlockM, s.q_length);
   if constexpr (!kHasKeyRanges) {
-    // Both ends grow with the row: the outer rows decide.
-    const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
-    return {{top.begin, bottom.end}, {bottom.begin, top.end}};
+    return keys_of_rows(s, first, kBlockM);
   } else {
     BlockKeys keys = {{kNever, 0}, {0, kNever}};
     for (int i = first + thread_index(); i < end; i += kThreads) {
@@ -121,10 +126,24 @@ DEVICE Span queries_of(const Sequence& s, int j) {
 // The bits of a boolean mask beside C fragments, where there is none.
 template <int kM> struct MaskBits {};
 
+// Scores of keys whose V was taken out of the product -> NaN.
+template <int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (keys >> (2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
+}
+
 // Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see by window, lengths and key_ranges -> -inf.
 // `non_finite` marks keys whose V was taken out of the product: they turn the rows that see them into NaN.
 template <int kM, int kN>
 DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, MaskBits<kM>, u32 non_finite, int i, int j) {
+  if constexpr (kHasBounds || kHasMask) {
+    if (non_finite != 0) blot_out(s_frag, non_finite);  // rare: not among the comparisons
+  }
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -137,9 +156,6 @@ DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequen
         for (int e = 0; e < 2; ++e) {
           const bool visible = columns.holds(n * 8 + e);
           float& score = s_frag[m][n][half * 2 + e];
-          if constexpr (kHasBounds || kHasMask) {
-            if (non_finite >> (2 * n + e) & 1) score = not_a_number();
-          }
           score = visible ? score : negative_infinity();
         }
     }
@@ -155,27 +171,26 @@ DEVICE bool non_finite(u32 word) {
 }
 DEVICE bool non_finite(U32x4 chunk) { return non_finite(chunk.x) || non_finite(chunk.y) || non_finite(chunk.z) || non_finite(chunk.w); }
 
-DEVICE bool non_finite(float x) { return !(x - x == 0.f); }
 template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][4]) {
-  bool found = false;
+  float sum[4] = {};  // 0 while nothing but finite numbers is multiplied by 0
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) found |= non_finite(acc[m][n][e]);
-  return found;
+      for (int e = 0; e < 4; ++e) sum[e] += acc[m][n][e] * 0.f;
+  return !(sum[0] + sum[1] + sum[2] + sum[3] == 0.f);
 }
 
-// Scores of keys whose V was taken out of the product -> NaN.
-template <int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
+// The same where keys are down: bit 2 m + half.
+template <int kM, int kN> DEVICE void blot_out_rows(float (&s_frag)[kM][kN][4], u32 keys) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (keys >> (2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
+        if (keys >> (2 * m + (e >> 1)) & 1) s_frag[m][n][e] = not_a_number();
 }
 
 // Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns bit c where something of row

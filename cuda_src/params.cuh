@@ -40,6 +40,7 @@ struct Params {
   float* dbias_accum;         // fp32 gradient of bias in fragment order, zeroed, see bias.cuh
   i32* key_hulls;             // backward with key_ranges: [batch, m_blocks, 4], first key and end of what some row of a block of
                               // kBlockM queries sees, then of what all of them see
+  float* dkv_accum;           // Hopper: fp32 dk and dv where splits > 1, see workspace_sm90.cuh
   i64 q_stride_batch, q_stride_row, q_stride_head;
   i64 k_stride_batch, k_stride_row, k_stride_head;
   i64 v_stride_batch, v_stride_row, v_stride_head;
@@ -54,6 +55,7 @@ struct Params {
   i64 alibi_stride_batch;
   i64 total_q;                // rows of q over all sequences (varlen), else batch * seqlen_q
   i32 batch, num_heads_q, num_heads_kv;
+  i32 splits, split_heads;    // Hopper's backward: tiles that share the query heads of a key head, query heads of each
   i32 seqlen_q, seqlen_k;     // varlen: max_seqlen_q, max_seqlen_k
   i32 head_dim, head_dim_v;   // as the caller has them; the kernel pads to kHeadDim, kHeadDimV in shared memory
   i32 window_left, window_right;  // inclusive, relative to the bottom-right aligned diagonal; -1 unlimited

@@ -146,6 +146,17 @@ DEVICE float tanh_approx(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Two fp16 values in one register.
+DEVICE u32 abs_f16x2(u32 pair) {
+  u32 r;
+  asm("abs.f16x2 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
+DEVICE u32 set_lt_f16x2(u32 a, u32 b) {  // 0xffff where a < b, else 0
+  u32 r;
+  asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 // The nearest TF32 number, ties away from zero.
 DEVICE u32 round_tf32(float x) {
   u32 r;

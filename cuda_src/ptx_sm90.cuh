@@ -22,6 +22,10 @@ template <int kRegisters> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// One store of 16 bytes, which the compiler does not make of words that were loaded long before.
+DEVICE void st_global_16(U32x4* pointer, U32x4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 DEVICE u32 atomic_add_global(u32* pointer, u32 value) { return atomicAdd(pointer, value); }
 
 // ---- named barriers of `threads` threads; 0 is sync_block's ----
@@ -124,12 +128,6 @@ template <int kCount> DEVICE void pin(float (&registers)[kCount]) {
 template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
-}
-
-// Keeps the arithmetic behind `value` (>= 0 or NaN) above the next wait: the compiler moves a wait up over arithmetic, where it
-// overlaps nothing, but not over a store. The store never happens.
-DEVICE void hold(float value, u32 address) {
-  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(value), "r"(address) : "memory");
 }
 
 // Text and operands of the first n accumulators.

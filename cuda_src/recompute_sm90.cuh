@@ -38,3 +38,19 @@ DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, f
     if (d < p.head_dim_v) st_global(out_of(p, s, head).from(i).first + d, (u16)pack<kIsBf16>(acc[c], 0.f));
   }
 }
+
+// Of the 16 rows of a warp those that are not `finite`. A lane has rows i_first and i_first + 8, the four of a quad the same.
+DEVICE void recompute_rows(const Params& p, const Sequence& s, int head, int i_first, const float (&logsumexp)[2],
+                           const bool (&finite)[2]) {
+  const int lane = lane_index();
+#pragma unroll 1
+  for (int row = 0; row < 16; ++row) {
+    const bool upper = row >= 8, mine = lane >> 2 == (row & 7);
+    const bool redo = vote_any(mine && !(upper ? finite[1] : finite[0]));
+    const int i = uniform(i_first - (lane >> 2) + row);
+    float row_logsumexp = mine && (lane & 3) == 0 ? (upper ? logsumexp[1] : logsumexp[0]) : 0.f;
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes >>= 1) row_logsumexp += shfl_xor(row_logsumexp, lanes);
+    if (redo && i < uniform(s.q_length)) recompute_row(p, s, head, i, row_logsumexp);
+  }
+}

@@ -11,6 +11,12 @@ constexpr float kLag = 8.f;  // p <= 256: far from fp16's 65504, and it keeps mo
 
 DEVICE float finite_or_zero(float row_max) { return row_max == negative_infinity() ? 0.f : row_max; }
 
+// S holds scores but for a factor. What else may be between S and scores (Cap in scores.cuh) grows with S and leaves -inf.
+struct NoCap {
+  DEVICE float of(float s) const { return s; }
+  DEVICE float minus(float s, float scale_log2, float offset) const { return s * scale_log2 - offset; }
+};
+
 template <int kM> struct OnlineSoftmax {
   float row_max[kM][2], row_sum[kM][2];  // row_max common to a row's lanes; row_sum this lane's part
 
@@ -22,8 +28,8 @@ template <int kM> struct OnlineSoftmax {
   }
 
   // S -> P in place; rescales `out` where a row's maximum grew by more than kLag.
-  template <int kN, int kNOut>
-  DEVICE void update(float (&s_frag)[kM][kN][4], float (&out_frag)[kM][kNOut][4], float scale_log2) {
+  template <int kN, int kNOut, class C = NoCap>
+  DEVICE void update(float (&s_frag)[kM][kN][4], float (&out_frag)[kM][kNOut][4], float scale_log2, const C& cap = {}) {
     float tile_max[kM][2];
     bool grew = false;
 #pragma unroll
@@ -33,7 +39,7 @@ template <int kM> struct OnlineSoftmax {
         float largest = s_frag[m][0][half * 2];
 #pragma unroll
         for (int n = 0; n < kN; ++n) largest = maximum(largest, maximum(s_frag[m][n][half * 2], s_frag[m][n][half * 2 + 1]));
-        tile_max[m][half] = largest;
+        tile_max[m][half] = largest = cap.of(largest);
         grew |= (largest - row_max[m][half]) * scale_log2 > kLag;  // -inf after -inf: NaN, not grown
       }
     if (vote_any(grew)) rescale(tile_max, out_frag, scale_log2);
@@ -47,7 +53,7 @@ template <int kM> struct OnlineSoftmax {
         for (int n = 0; n < kN; ++n)
 #pragma unroll
           for (int e = half * 2; e < half * 2 + 2; ++e) {
-            s_frag[m][n][e] = exp2_approx(s_frag[m][n][e] * scale_log2 - offset);
+            s_frag[m][n][e] = exp2_approx(cap.minus(s_frag[m][n][e], scale_log2, offset));
             sum += s_frag[m][n][e];
           }
         row_sum[m][half] += sum;

@@ -7,6 +7,7 @@
 // key above it weighs more than 2^-kShareLog2 of what its lane has summed up so far, and p stays below 2^kLagLog2. The
 // largest error is then that of the true maximum.
 #pragma once
+#include "mask.cuh"
 #include "ptx_sm90.cuh"
 #include "softmax.cuh"
 
@@ -43,10 +44,10 @@ struct LaggingSoftmax {
     return true;
   }
 
-  // S -> P in place for elements [kBegin, kEnd) of a thread.
-  template <int kBegin, int kEnd, int kCount> DEVICE void exponentiate(float (&s_frag)[kCount], float scale_log2) {
+  // S -> P in place.
+  template <int kCount> DEVICE void exponentiate(float (&s_frag)[kCount], float scale_log2) {
 #pragma unroll
-    for (int i = kBegin; i < kEnd; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int half = i >> 1 & 1;
       s_frag[i] = exp2_approx(s_frag[i] * scale_log2 - row_max[half]);
       row_sum[half] += s_frag[i];
@@ -61,15 +62,22 @@ struct LaggingSoftmax {
     }
   }
 
-  // O / row_sum in place; logsumexp of both rows in natural log. sink_log2 as OnlineSoftmax has it.
-  template <int kNOut> DEVICE void finalize(float (&logsumexp)[1][2], float (&out_frag)[1][kNOut][4], float sink_log2) {
-    OnlineSoftmax<1> rows;
+  // What O is to be multiplied by, and logsumexp of both rows in natural log. sink_log2 joins the denominator (-inf: none).
+  DEVICE void finalize(float (&factor)[2], float (&logsumexp)[2], float sink_log2) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rows.row_max[0][half] = row_max[half] == kLowest ? negative_infinity() : row_max[half];
-      rows.row_sum[0][half] = row_sum[half];
+      float total = row_sum[half], top = row_max[half], share = 1.f;
+      total += shfl_xor(total, 1);
+      total += shfl_xor(total, 2);
+      const bool empty = top == kLowest && total == 0.f, has_sink = kHasSinks && sink_log2 != negative_infinity();
+      if (has_sink) {
+        top = maximum(top, sink_log2);
+        share = exp2_approx(row_max[half] - top);
+        total = total * share + exp2_approx(sink_log2 - top);
+      }
+      factor[half] = empty ? 0.f : share * rcp_approx(total);
+      logsumexp[half] = (empty && !has_sink ? negative_infinity() : top + log2_approx(total)) * kLn2;
     }
-    rows.finalize(logsumexp, out_frag, 1.f, sink_log2, 1.f);
   }
 };
 
@@ -77,4 +85,22 @@ struct LaggingSoftmax {
 template <int kCount> DEVICE void scale_rows(float (&acc)[kCount], const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= factor[i >> 1 & 1];
+}
+
+// Of this thread's rows: whether all accumulators are finite. 0 * x is NaN where x is NaN or Inf.
+template <int kCount> DEVICE void all_finite(bool (&finite)[2], const float (&acc)[kCount]) {
+  float zero[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) zero[i & 3] += acc[i] * 0.f;
+  finite[0] = zero[0] + zero[1] == 0.f, finite[1] = zero[2] + zero[3] == 0.f;
+}
+
+// Scores of keys outside a row's span -> -inf. Spans count from this thread's first column. Causal rows have no begin.
+template <bool kHasBegin, int kCount> DEVICE void hide(float (&s_frag)[kCount], const Span (&columns)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int half = i >> 1 & 1, column = i / 4 * 8 + (i & 1);
+    const bool visible = column < columns[half].end && (!kHasBegin || column >= columns[half].begin);
+    s_frag[i] = visible ? s_frag[i] : negative_infinity();
+  }
 }

@@ -66,12 +66,11 @@ DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B:
 
 // Barriers full[kStages], empty[kStages] at `base`; every user walks the stages in the same order with a Ring of its own.
 template <int kStages> struct Ring {
-  static_assert((kStages & (kStages - 1)) == 0, "the position is one counter");
   static constexpr int kBytes = kStages * 16;
   u32 base, position;
 
   DEVICE explicit Ring(u32 base) : base(base), position(0) {}
-  DEVICE u32 stage() const { return position & (kStages - 1); }
+  DEVICE u32 stage() const { return position % kStages; }
   DEVICE u32 parity() const { return position / kStages & 1; }  // of this round through the stages
   DEVICE u32 full() const { return base + stage() * 8; }
   DEVICE u32 empty() const { return base + (kStages + stage()) * 8; }
@@ -134,5 +133,45 @@ DEVICE void store_accumulators(Rows<u16> rows, int row, int row_end, int head_di
       if (i < row_end && column < head_dim)
         st_global((U32x4*)(rows.from(i).first + column), U32x4{chunk[0], chunk[1], chunk[2], chunk[3]});
     }
+  }
+}
+
+// Accumulators -> 16-bit rows [row, row + 16) of a tile, by one warp.
+template <class T, int kCount> DEVICE void stage_accumulators(T tile, int row, const float (&acc)[kCount]) {
+  static_assert(kCount == T::kColumns / 2 && kCount % 8 == 0, "whole rows, 16 columns a turn");
+  const int lane = lane_index(), mine = row + (lane & 15);
+  const u32 first = tile.base + mine * T::kPitch + (((lane >> 4) ^ (mine & 7)) << 4);
+#pragma unroll
+  for (int k = 0; k < kCount / 8; ++k) {
+    u32 chunk[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) chunk[j] = pack<kIsBf16>(acc[8 * k + 2 * j], acc[8 * k + 2 * j + 1]);
+    stmatrix_x4((first ^ k % 4 << 5) + k / 4 * T::kSlabBytes, chunk);
+  }
+}
+
+// Rows [row, row + 16) of a tile -> registers of a warp, 16 bytes each: eight lanes have the 64 columns of a slab and a row.
+template <class T, int kCount> DEVICE void load_warp_rows(U32x4 (&chunks)[kCount], T tile, int row) {
+  static_assert(kCount == 4 * T::kSlabs, "four rows a round");
+  row += lane_index() >> 3;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int slab = i / 4, mine = row + i % 4 * 4;
+    chunks[i] = ld_shared<U32x4>(tile.base + slab * T::kSlabBytes + mine * T::kPitch + (((lane_index() ^ mine) & 7) << 4));
+  }
+}
+// And on to global memory: rows below `row_end`, columns below head_dim.
+template <int kCount>
+DEVICE void store_warp_rows(Rows<u16> rows, int row, int row_end, int head_dim, const U32x4 (&chunks)[kCount]) {
+  row += lane_index() >> 3;
+  const int column = (lane_index() & 7) * 8;
+  u16* to = rows.from(row).first + column;
+#pragma unroll
+  for (int round = 0; round < 4; ++round) {
+#pragma unroll
+    for (int slab = 0; slab < kCount / 4; ++slab)
+      if (row < row_end && slab * 64 + column < head_dim) st_global_16((U32x4*)(to + slab * 64), chunks[slab * 4 + round]);
+    row += 4;
+    to += 4 * rows.stride;
   }
 }

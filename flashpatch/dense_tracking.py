@@ -103,6 +103,10 @@ class Dense:
     largest: tuple[tuple[int, ...], str, int] = ((), "", 0)
     call: Any = None
 
+    def hides(self, mask: torch.Tensor) -> None:
+        """One more mask on the scores; beside a bias that a product began with, it stands alone."""
+        self.mask = mask if self.mask is None or "bias" in self.features else _both(self.mask, mask)
+
     def holds(self, tensor: torch.Tensor) -> None:
         """Count a new tensor as one more materialised matrix."""
         self.matrices += 1
@@ -182,11 +186,11 @@ class Tracker:
         elif function in _MASK_ADDS and before_softmax:
             for other in args[:2]:
                 if isinstance(other, torch.Tensor) and other is not scores and _fits(other, note):
-                    note.mask = other
+                    note.hides(other)
         elif function in _FILLS and before_softmax and _fits(args[1], note):
-            note.mask = ~args[1]
+            note.hides(~args[1])
         elif function is aten.where.self and before_softmax and _fits(args[0], note):
-            note.mask = args[0] if self.tags.get(args[1]) is note else ~args[0]
+            note.hides(args[0] if self.tags.get(args[1]) is note else ~args[0])
 
     def normalises(self, function, args, out) -> None:
         """A softmax: of scores it makes probabilities."""
@@ -209,6 +213,17 @@ class Tracker:
                 factor *= extent
         if factor > 1 and source.dim() >= 4:
             self.expanded.put(out, factor)
+
+
+def _both(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Two masks as one, boolean (True: seen) or additive."""
+    if first.dtype == second.dtype == torch.bool:
+        return first & second
+    if second.dtype == torch.bool:
+        first, second = second, first
+    if first.dtype == torch.bool:
+        return second.masked_fill(~first, torch.finfo(second.dtype).min)
+    return first + second
 
 
 def _fits(mask, note: Dense) -> bool:

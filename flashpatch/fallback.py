@@ -23,6 +23,13 @@ TILE_ROWS = 128
 TILE_MINIMUM = 64
 
 _LOW_32 = 0xFFFFFFFF
+# Of dropout, as cuda_src/dropout.cuh has them.
+MULTIPLIERS = (
+    *(0x243F6A80, 0x85A308D1, 0x13198A22, 0x03707343),
+    *(0xA4093824, 0x299F31D5, 0x082EFA96, 0xEC4E6C87),
+    *(0x452821E8, 0x38D01379, 0xBE5466CA, 0x34E90C6B),
+    *(0xC0AC29BC, 0xC97C50DD, 0x3F84D5BE, 0xB547091F),
+)
 
 
 def philox(counter, key):
@@ -48,9 +55,11 @@ def philox(counter, key):
     return c0, c1, c2, c3
 
 
-def dropout_threshold(dropout_p: float) -> int:
-    """The smallest 16 bits that are kept. `dropout_p` is rounded to fp32 first, because kernels receive it as fp32."""
-    return min(math.floor(torch.tensor(dropout_p, dtype=torch.float32).item() * 2**16 + 0.5), 2**16 - 1)
+def kept_by(bits: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """Which of 15 random bits keep an element. `dropout_p` is rounded to fp32 first: kernels receive it as fp32."""
+    p = torch.tensor(dropout_p, dtype=torch.float32).item()
+    share = math.floor(min(p, 1 - p) * 2**15 + 0.5)
+    return bits >= share if p <= 0.5 else bits < share
 
 
 def _without_autograd_and_autocast(function):
@@ -486,39 +495,39 @@ class _Work:
     def keep(self, m0, m1, n0, n1):
         """Which probabilities dropout keeps: bool [batch * num_heads_kv, group * rows, keys], equal to the kernels' choice.
 
-        Element (i, j) of head h of sequence b is decided by 16 bits of word 2 * ((i >> 3) & 1) + (j & 1) of the Philox
-        block with counter (((j >> 4) << 2) | ((j >> 1) & 3), ((i >> 4) << 3) | (i & 7), b * num_heads_q + h, offset): the
-        upper ones if j & 8.
+        `reference.dropout_keep` defines the bits that decide an element: a Philox call draws two pairs (a, x) for a block
+        of 32 by 64, a * m + x is the word of two neighbouring keys, m one of the MULTIPLIERS.
         """
         seed, offset = self.call.rng_state[0], self.call.rng_state[1] & _LOW_32
         key = (seed & _LOW_32, (seed >> 32) & _LOW_32)
         heads = torch.arange(self.batch * self.heads_q, device=self.device)[:, None, None]
+        multipliers = torch.tensor(MULTIPLIERS, device=self.device)
         if self.varlen:
             sequence, i, j = self.in_sequence(m0, m1, n0, n1)
             j = j & _LOW_32  # keys before the sequence: hidden, but a counter must fit its word
             words = philox(
-                ((j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 3) | (i & 7), sequence * self.heads_q + heads, offset), key
+                ((j >> 6 << 2) | (j >> 1 & 3), (i >> 5 << 3) | (i & 7), sequence * self.heads_q + heads, offset), key
             )
-            even_row, even_column = (i & 8) == 0, (j & 1) == 0
-            words = torch.where(
-                even_row, torch.where(even_column, words[0], words[1]), torch.where(even_column, words[2], words[3])
-            )
-            bits = torch.where((j & 8) == 0, words & 0xFFFF, words >> 16)
+            upper = (j & 32) != 0
+            a, x = torch.where(upper, words[2], words[0]), torch.where(upper, words[3], words[1])
+            word = a * multipliers[(i >> 3 & 3) * 4 + (j >> 3 & 3)] + x
+            bits = torch.where((j & 1) == 0, word, word >> 16) & 0x7FFF
         else:
-            # Blocks of 16 rows and 16 columns that cover the tile: each block's bits land in it by a transposition.
-            blocks_m, blocks_n = range(m0 >> 4, (m1 + 15) >> 4), range(n0 >> 4, (n1 + 15) >> 4)
+            # Blocks of 32 rows and 64 columns that cover the tile: each block's bits land in it by a transposition.
+            blocks_m, blocks_n = range(m0 >> 5, (m1 + 31) >> 5), range(n0 >> 6, (n1 + 63) >> 6)
             rows = torch.arange(blocks_m.start * 8, blocks_m.stop * 8, device=self.device)[:, None]
             columns = torch.arange(blocks_n.start * 4, blocks_n.stop * 4, device=self.device)
-            words = torch.stack(philox((columns, rows, heads, offset), key), -1)
-            bits = torch.stack((words & 0xFFFF, words >> 16), -1)
-            # heads, blocks of rows, row in 8, blocks of columns, pair of columns, upper rows, column in a pair, upper columns
-            bits = bits.view(heads.shape[0], len(blocks_m), 8, len(blocks_n), 4, 2, 2, 2).permute(
-                0, 1, 5, 2, 3, 7, 4, 6
+            words = torch.stack(philox((columns, rows, heads, offset), key), -1).unflatten(-1, (2, 1, 1, 2))
+            word = words[..., 0] * multipliers.view(4, 4) + words[..., 1]
+            bits = torch.stack((word & 0x7FFF, word >> 16 & 0x7FFF), -1)
+            # heads, blocks of rows, row in 8, blocks of columns, pair of columns, 32 columns, 8 rows, 8 columns, column in a pair
+            bits = bits.view(heads.shape[0], len(blocks_m), 8, len(blocks_n), 4, 2, 4, 4, 2).permute(
+                0, 1, 6, 2, 3, 5, 7, 4, 8
             )
-            bits = bits.reshape(heads.shape[0], len(blocks_m) * 16, len(blocks_n) * 16)
-            m, n = m0 - blocks_m.start * 16, n0 - blocks_n.start * 16
+            bits = bits.reshape(heads.shape[0], len(blocks_m) * 32, len(blocks_n) * 64)
+            m, n = m0 - blocks_m.start * 32, n0 - blocks_n.start * 64
             bits = bits[:, m : m + m1 - m0, n : n + n1 - n0]
-        keep = bits >= dropout_threshold(self.call.dropout_p)
+        keep = kept_by(bits, self.call.dropout_p)
         return keep.reshape(self.batch * self.heads_kv, self.group * (m1 - m0), n1 - n0)
 
 

@@ -1,11 +1,12 @@
 """What each feature costs over the plain kernel of its family: the same shape, timed in one process, per visible score.
 
 Unlike `benchmarking`, which times what a call gets, every kernel the matrix claims for a feature is timed, also where
-another one would be preferred; and SDPA's efficient backend where it takes the same mask or bias.
+another one would be preferred; and beside them what users have without flashpatch, where it has the feature.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Callable
@@ -13,14 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import benchmarking, execution, launcher, planning
+from . import benchmarking, execution, feature_peers, launcher, planning
 from .call import Call
 from .problem import DIRECTIONS, Plan
 
-PEER = "sdpa_efficient"
+PEERS = {"sdpa_efficient": "SDPA efficient", "flex": "FlexAttention", "eager": "eager"}
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Cost:
 
     feature: Annotated[str, "what is asked beyond plain attention"]
     direction: Annotated[str, "forward or backward"]
-    kernel: Annotated[str, "the kernel's name, or sdpa_efficient"]
+    kernel: Annotated[str, "the kernel's name, or one of PEERS"]
     head_dim: Annotated[int, "of q and k"]
     milliseconds: Annotated[float | None, "median over rounds"] = None
     tflops: Annotated[float | None, "TFLOP/s, counting the scores that are visible"] = None
@@ -191,38 +190,49 @@ def measure(
     width: int = 2048,
     dtype: torch.dtype = torch.bfloat16,
     features=tuple(FEATURES),
+    peers=("sdpa_efficient",),
     rounds: int = 5,
     device: str = "cuda",
     advance=lambda done, total: None,
 ) -> CostReport:
     """Time every kernel with every feature it has, the variants of a head dim in random order in each round.
 
-    Raises RuntimeError without a CUDA device. `advance(done, total)` is called after each head dim.
+    Eager attention, which keeps the score matrix, and FlexAttention, which is compiled for every feature (minutes), are
+    timed once, on their own. Raises RuntimeError without a CUDA device. `advance(done, total)` is called after each head dim.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("costs are timed on an NVIDIA GPU; torch sees none")
     name = str(dtype).removeprefix("torch.")
     report = CostReport(torch.cuda.get_device_name(device), name, batch, seqlen, width)
     for number, head_dim in enumerate(head_dims):
-        report.costs += _of_head_dim(head_dim, batch, seqlen, width, dtype, features, rounds, device)
+        report.costs += _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds, device)
         advance(number + 1, len(head_dims))
     return report
 
 
-def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, rounds, device) -> list[Cost]:
+def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds, device) -> list[Cost]:
     costs, runs = [], {}
+    heads = width // head_dim
+    tensors = [torch.randn(batch, seqlen, heads, head_dim, device=device, dtype=dtype) for _ in range(3)]
     for feature in dict.fromkeys(("plain", *features)):
-        setting = _setting(feature, head_dim, batch, seqlen, width, dtype, device)
+        setting = _setting(feature, *tensors)
         for direction in DIRECTIONS:
-            for kernel, run in _runs(setting, direction).items():
+            for kernel, make in _makers(setting, direction, peers).items():
                 cost = Cost(feature, direction, kernel, head_dim)
-                costs.append(cost)
                 try:
+                    run = make()
+                    if run is None:
+                        continue
                     run()
                     torch.cuda.synchronize(device)
-                    runs[len(costs) - 1] = (run, setting.flops(direction))
+                    if kernel in ("eager", "flex"):
+                        cost.milliseconds = benchmarking.milliseconds(run, device, 15.0)
+                        cost.tflops = setting.flops(direction) / cost.milliseconds / 1e9
+                    else:
+                        runs[len(costs)] = (run, setting.flops(direction))
                 except Exception as error:
                     cost.error = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                costs.append(cost)
     samples = {number: [] for number in runs}
     for _ in range(rounds):
         order = list(runs)
@@ -239,27 +249,24 @@ def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, rounds, device
     return costs
 
 
-def _setting(feature: str, head_dim: int, batch: int, seqlen: int, width: int, dtype, device) -> _Setting:
-    heads = width // head_dim
-    q, k, v = (torch.randn(batch, seqlen, heads, head_dim, device=device, dtype=dtype) for _ in range(3))
-    setting = _Setting(q, k, v, Call(head_dim**-0.5, seqlen, seqlen), 1.0)
+def _setting(feature: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setting:
+    """All features have the same tensors: where those lie in memory changes times too."""
+    setting = _Setting(q, k, v, Call(q.shape[-1] ** -0.5, q.shape[1], k.shape[1]), 1.0)
     FEATURES[feature](setting)
     return setting
 
 
-def _runs(s: _Setting, direction: str) -> dict[str, Callable]:
-    """Kernel -> one launch of it."""
-    runs = {}
+def _makers(s: _Setting, direction: str, peers) -> dict[str, Callable]:
+    """Kernel or peer -> what makes one launch of it; a peer's gives None where it does not have the feature."""
+    makers = {}
     device = execution.device_of(s.q.device)
     for kernel, of in planning.support().kernels.items():
         plan = _plan(s, direction, kernel, device)
         if of == direction and plan is not None:
-            runs[kernel] = _kernel_run(s, direction, plan)
-    additive = s.call.bias is not None and s.call.bias.dtype == s.q.dtype and not s.call.bias_gradient
-    plain = execution.features(s.q, s.k, s.v, s.call) == set()
-    if s.call.mask is not None or additive or plain:
-        runs[PEER] = _peer_run(s, direction)
-    return runs
+            makers[kernel] = functools.partial(_kernel_run, s, direction, plan)
+    for peer in peers:
+        makers[peer] = functools.partial(feature_peers.PEERS[peer], s.q, s.k, s.v, s.call, direction)
+    return makers
 
 
 def _plan(s: _Setting, direction: str, kernel: str, device) -> Plan | None:
@@ -279,21 +286,6 @@ def _kernel_run(s: _Setting, direction: str, plan: Plan) -> Callable:
     return lambda: ready.run(dout, None, s.q, s.k, s.v, out, logsumexp, s.call)
 
 
-def _peer_run(s: _Setting, direction: str) -> Callable:
-    added = s.call.mask if s.call.mask is not None else s.call.bias
-    q, k, v = (tensor.transpose(1, 2).detach().requires_grad_(direction == "backward") for tensor in (s.q, s.k, s.v))
-
-    def attend():
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=added)
-
-    if direction == "forward":
-        return lambda: torch.no_grad()(attend)()
-    out = attend()
-    dout = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-
 # ---- the table ----
 
 
@@ -308,18 +300,22 @@ def table(report: dict, family: str = "sm80") -> str:
         found = [row.get((head_dim, d, f"{d}_{family}"), {}).get(key) for d in DIRECTIONS]
         return " / ".join("-" if value is None else f"{value:.{digits}f}" for value in found)
 
-    def peer(row: dict, head_dim: int) -> str:
+    def against(row: dict, head_dim: int, peer: str) -> str:
         found = [
-            (row.get((head_dim, d, f"{d}_{family}"), {}).get("tflops"), row.get((head_dim, d, PEER), {}).get("tflops"))
+            (row.get((head_dim, d, f"{d}_{family}"), {}).get("tflops"), row.get((head_dim, d, peer), {}).get("tflops"))
             for d in DIRECTIONS
         ]
         if not any(theirs for _, theirs in found):
             return ""
         return " / ".join("-" if not (ours and theirs) else f"{ours / theirs:.2f}" for ours, theirs in found)
 
-    columns = [f"d{d}: {what}" for d in head_dims for what in ("TFLOP/s", "cost", "against SDPA efficient")]
+    peers = [peer for peer in PEERS if any(cost["kernel"] == peer for cost in report["costs"])]
+    titles = ["TFLOP/s", "cost", *(f"against {PEERS[peer]}" for peer in peers)]
+    columns = [f"d{d}: {what}" for d in head_dims for what in titles]
     lines = [f"| feature | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for feature, row in figures.items():
-        cells = [part for d in head_dims for part in (cell(row, d, "tflops", 0), cell(row, d, "cost", 2), peer(row, d))]
+        cells = []
+        for d in head_dims:
+            cells += [cell(row, d, "tflops", 0), cell(row, d, "cost", 2), *(against(row, d, peer) for peer in peers)]
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     return "\n".join(lines)

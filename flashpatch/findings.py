@@ -167,8 +167,8 @@ def _slow(call: Call):
         yield "slow", "mask_materialised", text
     if call.dtype in ("float32", "float64") and facts.weights in ("float16", "bfloat16") and family.kind != "unknown":
         text = (
-            f"q, k and v are {call.dtype} although the module's weights are {facts.weights}: a norm or a rotary embedding "
-            "cast them up, and FlashAttention takes 16 bits only"
+            f"q, k and v are {call.dtype} although the module's weights are {facts.weights}: something before attention (a norm, a "
+            "rotary embedding) cast them up, and FlashAttention takes 16 bits only"
         )
         yield "slow", "upcast", text
     if call.declines and call.family != "eager":

@@ -79,6 +79,15 @@ def where(cls: type) -> Where | None:
     return MODULES.get(f"{parts[2]}.{cls.__name__}")
 
 
+_PACKAGES = {name.split(".")[0] for name in MODULES}
+
+
+def may_have(model_class: type) -> bool:
+    """Whether models of this class are of a package with modules that are read."""
+    parts = model_class.__module__.split(".")
+    return parts[:2] == ["transformers", "models"] and parts[2] in _PACKAGES
+
+
 # ---- scores that are not computed yet ----
 
 

@@ -96,13 +96,15 @@ def register() -> None:
     reason = unavailable()
     if reason is not None:
         raise RuntimeError(reason)
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_utils
 
     mask_functions.teach(masking_utils)
     masks.on_materialise = _materialised_by_model
     unattributed = counting.register_layer("layers that share a compiled graph")
     model_code = counting.register_layer("masks a model computes with itself")
     AttentionInterface.register(NAME, attention_function)
+    # Kosmos2_5VisionAttention asks the registry for an attribute, not for an entry, and computes eagerly if it finds none.
+    setattr(modeling_utils.ALL_ATTENTION_FUNCTIONS, NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
     _registered = True
 

@@ -12,6 +12,7 @@ import math
 import struct
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,7 @@ from .problem import Config, Device, Plan, Reason
 POINTERS = (
     "q", "k", "v", "out", "logsumexp", "dout", "dq", "dk", "dv", "dlogsumexp", "delta", "dq_accum", "dq_turns",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "dbias", "alibi_slopes", "sinks",
-    "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls",
+    "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls", "dkv_accum",
 )  # fmt: skip
 STRIDES = (
     *(
@@ -36,7 +37,7 @@ STRIDES = (
     "alibi_stride_batch", "total_q",
 )  # fmt: skip
 INTEGERS = (
-    "batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "window_left",
+    "batch", "num_heads_q", "num_heads_kv", "splits", "split_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "window_left",
     "window_right", "m_blocks", "n_blocks",
 )  # fmt: skip
 FLOATS = ("softmax_scale", "softcap", "dropout_p")
@@ -56,6 +57,8 @@ _MAX_BLOCKS = 2**31 - 1
 _MOST_INPUTS = 1024
 # The emulator runs the CTAs of a persistent grid one after another; a few are enough to share out tiles.
 _EMULATED_MULTIPROCESSORS = 3
+# Query heads are dealt out without a GPU as on an H200.
+_USUAL_MULTIPROCESSORS = 132
 
 launched: Counter[str] = Counter()  # kernel -> launches of this process; verify counts by it
 
@@ -84,7 +87,9 @@ def configs(config: Config) -> tuple[Config, ...]:
             *((_bias_helper(config, config.wide_bias),) if config.has_bias else ()),
         )
     if config.kernel.startswith("backward"):
-        return (_helper(config, "backward_prepare_sm90", 8), config, _helper(config, "backward_finish_sm90", 4))
+        around = [_helper(config, *kernel) for kernel in (("backward_prepare_sm90", 8), ("backward_finish_sm90", 4))]
+        before, after = (replace(helper, block_n=config.block_n) for helper in around)
+        return (before, config, after)
     return (config,)
 
 
@@ -194,8 +199,8 @@ class Backward:
     and one after (dq from fp32); with a mask one more before, with a gradient of the bias one more after."""
 
     __slots__ = (
-        "after", "before", "bias", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "plan", "query_blocks",
-        "ragged", "readable", "rest", "turns", "varlen",
+        "after", "before", "bias", "blocks", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "plan",
+        "query_blocks", "ragged", "readable", "rest", "shared_keys", "turns", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
@@ -207,11 +212,18 @@ class Backward:
         dout, q, k, v, out = self._readable(dout, q, k, v, out)
         shapes = _Shapes(config, q, k, call)
         self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
-        self.key_blocks = shapes.n_blocks * k.shape[-2] * shapes.rows_of_blocks
+        self.key_blocks = self.blocks = shapes.n_blocks * k.shape[-2] * shapes.rows_of_blocks
+        self.shared_keys = None
         # query blocks with rows, at most: records of cuda_src/workspace_sm90.cuh, query_block_offset of seqlen.cuh
         if _takes_maps(config):
-            self.turns = 1 + self.query_blocks  # a word that deals out key blocks, a counter per record
+            self.turns = 1 + self.query_blocks  # a word that deals out tiles, a counter per record
             workspace = (self.query_blocks, config.block_m * (config.head_dim + 2))
+            shapes.share_heads(_splits(plan, shapes, self.key_blocks, call))
+            tiles = self.key_blocks * shapes.splits
+            self.blocks = min(tiles, plan.device.multiprocessors or _EMULATED_MULTIPROCESSORS)  # persistent
+            if shapes.splits > 1:
+                self.turns += self.key_blocks
+                self.shared_keys = self.key_blocks, 2 * config.block_n * config.head_dim
         else:
             blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
             self.turns = blocks * q.shape[-2]
@@ -265,18 +277,27 @@ class Backward:
         tensors = (q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum, dq_turns)
         optional = call.pointers()
         hulls = None if self.hulls is None else torch.empty(self.hulls, dtype=torch.int32, device=q.device)
-        own = (*packed_mask, dbias_accum, hulls)
+        dkv_accum = None
+        if self.shared_keys is not None:
+            dkv_accum = torch.empty(self.shared_keys, dtype=torch.float32, device=q.device)
+        own = (*packed_mask, dbias_accum, hulls, dkv_accum)
         addresses = (*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:], *map(_address, own))
         params = _POINTERS.pack(*addresses) + self.rest
         tensors = (*tensors, dbias, *own)
         argument = params
+        before = after = self.query_blocks
         if _takes_maps(self.plan.config):
-            argument = _maps(self.plan.config, q, k, v, dout, *self.ragged) + params + _COUNTERS.pack(0)
+            counters, address = _tile_counters(q.device, self.plan.device.index)
+            tensors = (*tensors, counters)
+            argument = _maps(self.plan.config, q, k, v, dout, *self.ragged) + params + address
+            if dkv_accum is not None:  # a block for each record, and for each 64 rows of dk or dv
+                before += self.key_blocks
+                after += self.key_blocks * self.plan.config.block_n // 32
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, params, tensors, call)
-        self.before.launch(self.query_blocks, params, tensors, call)
-        self.kernel.launch(self.key_blocks, argument, tensors, call)
-        self.after.launch(self.query_blocks, params, tensors, call)
+        self.before.launch(before, params, tensors, call)
+        self.kernel.launch(self.blocks, argument, tensors, call)
+        self.after.launch(after, params, tensors, call)
         dsinks = None if call.sinks is None else _sink_gradient(call, logsumexp, delta)
         if dbias is not None:
             self.bias.kernel.launch(self.bias.tiles, params, tensors, call)
@@ -287,8 +308,9 @@ class Backward:
 def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool | None) -> bytes:
     """The tensor maps at the head of struct ParamsSm90; `out` is stored without one."""
     m, n = config.block_m, config.block_n
+    q_rows = 64 if config.kernel == "forward_sm90" else m  # of one warpgroup
     return b"".join((
-        tensor_maps.encode(q, m, ragged_q),
+        tensor_maps.encode(q, q_rows, ragged_q),
         tensor_maps.encode(k, n, ragged_k),
         tensor_maps.encode(v, n, ragged_k),
         tensor_maps.NONE,
@@ -332,7 +354,7 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
 def _optional_pointers(call: Call, mask_bits=None, mask_flags=None) -> bytes:
     """The pointers of a forward's Params after logsumexp: none of the backward's, the call's own tensors, the mask packed."""
     optional, packed = call.pointers(), (_address(mask_bits), _address(mask_flags))
-    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0, 0)
+    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0, 0, 0)
 
 
 class _PackedMask:
@@ -437,9 +459,11 @@ def _statistics_shape(q: torch.Tensor, call: Call) -> tuple[int, ...]:
 class _Shapes:
     """Counts of sequences, rows and blocks of one call under one Config."""
 
-    __slots__ = ("batch", "m_blocks", "n_blocks", "rows_of_blocks", "total_q")
+    __slots__ = ("batch", "group", "m_blocks", "n_blocks", "rows_of_blocks", "split_heads", "splits", "total_q")
 
     def __init__(self, config: Config, q, k, call: Call):
+        self.group = q.shape[-2] // max(k.shape[-2], 1)
+        self.share_heads(1)
         varlen = call.cu_seqlens_q is not None
         self.batch = call.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
         self.total_q = q.shape[0] if varlen else q.shape[0] * q.shape[1]
@@ -451,6 +475,38 @@ class _Shapes:
             self.rows_of_blocks = self.batch
             self.m_blocks = -(-call.max_seqlen_q // config.block_m)
             self.n_blocks = -(-call.max_seqlen_k // config.block_n)
+
+    def share_heads(self, splits: int) -> None:
+        """Deal the query heads of a key head out to `splits` tiles."""
+        self.splits, self.split_heads = splits, self.group // splits
+
+
+# Steps (query blocks of one head) that one more tile of a Hopper backward costs: the start, and adding up dk and dv. Head dim 128
+# on an H200: 4096 keys in full with 8 tiles for each of 256 take 45 steps in 1000 longer than with one.
+_TILE_STEPS = 3
+
+
+def _splits(plan: Plan, shapes: _Shapes, key_blocks: int, call: Call) -> int:
+    """How many tiles share the query heads of a key head: of its divisors the one with the shortest estimate.
+
+    Tiles of equal length come in waves. Of unequal ones (causal) the longest start first, and multiprocessors wait for
+    the last to end a quarter of the longest, about the mean of what replaying the order for 27 shapes shows.
+    """
+    if shapes.group == 1 or not key_blocks:
+        return 1
+    m, n = plan.config.block_m, plan.config.block_n
+    rows, left, right = call.max_seqlen_q, call.window_left, call.window_right
+    if left >= 0 and right >= 0:
+        rows = min(rows, left + right + n)
+    longest = -(-rows // m) * shapes.group
+    multiprocessors = plan.device.multiprocessors or _USUAL_MULTIPROCESSORS
+
+    def steps(splits: int) -> float:
+        if (left < 0) == (right < 0):
+            return -(-key_blocks * splits // multiprocessors) * (longest / splits + _TILE_STEPS)
+        return key_blocks * splits / multiprocessors * _TILE_STEPS + longest / splits / 4
+
+    return min((s for s in range(1, shapes.group + 1) if shapes.group % s == 0), key=steps)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -474,7 +530,7 @@ def _rest(shapes: _Shapes, call: Call, q, k, v, *, out, dout=(), dq=(), dk=(), d
         *((0, 0, 0, 0) if call.bias is None else call.bias.stride()),
         0 if call.alibi_slopes is None else call.alibi_slopes.stride(0),
         shapes.total_q,
-        shapes.batch, q.shape[-2], k.shape[-2], call.max_seqlen_q, call.max_seqlen_k, q.shape[-1], v.shape[-1],
+        shapes.batch, q.shape[-2], k.shape[-2], shapes.splits, shapes.split_heads, call.max_seqlen_q, call.max_seqlen_k, q.shape[-1], v.shape[-1],
         call.window_left, call.window_right, shapes.m_blocks, shapes.n_blocks,
         call.softmax_scale, call.softcap, call.dropout_p,
     )  # fmt: skip

@@ -311,10 +311,7 @@ def _observe(model, inputs: dict, modules, backward: bool, seed: int, largest: d
     """One forward (and backward): the output, each attention module's outputs, each parameter's gradient; and in `largest`
     the largest absolute number each attention module was given."""
     dtype = next(iter(model.parameters())).dtype
-    inputs = {
-        key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for key, value in inputs.items()
-    }
+    inputs = {key: _cast(value, dtype) for key, value in inputs.items()}
     seen: _Observation = {}
     calls: Counter = Counter()
 
@@ -358,10 +355,23 @@ def _observe(model, inputs: dict, modules, backward: bool, seed: int, largest: d
     return seen
 
 
+def _cast(value, dtype: torch.dtype):
+    """An input in another dtype where it is made of floating-point numbers, be it a list of tensors."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(part, dtype) for part in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
 def _main_output(output) -> tuple[str, torch.Tensor]:
-    """What a model computes: its logits if it has any, else its first floating-point tensor."""
-    items = output.items() if hasattr(output, "items") else enumerate(output)
-    tensors = {str(key): value for key, value in items if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    """What a model computes: its logits if it has any, else its first floating-point tensor, be it in a tuple of them."""
+    items = [(str(key), value) for key, value in (output.items() if hasattr(output, "items") else enumerate(output))]
+    items += [
+        (f"{key}[{index}]", part)
+        for key, value in items
+        if isinstance(value, (tuple, list))
+        for index, part in enumerate(value)
+    ]
+    tensors = {key: value for key, value in items if isinstance(value, torch.Tensor) and value.is_floating_point()}
     if not tensors:
         raise ValueError("the model returns no floating-point tensor to compare")
     label = next((key for key in ("logits", "last_hidden_state") if key in tensors), next(iter(tensors)))

@@ -312,7 +312,10 @@ class _Inputs:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
     def text_config(self):
-        return self.config.get_text_config()
+        try:
+            return self.config.get_text_config()
+        except ValueError:  # it has two: input_ids are the encoder's
+            return self.config.get_text_config(encoder=True)
 
     def tokens(self, length: int) -> torch.Tensor:
         """Ordinary tokens: none that the config gives a special meaning."""
@@ -381,8 +384,8 @@ class _Inputs:
         """Images of any size as a list of patches, with the rows and columns of each."""
         vision = self.vision_config()
         channels, patch = self.channels(vision), getattr(vision, "patch_size", None) or 16
-        side = 2 * (getattr(vision, "spatial_merge_size", None) or 1)
-        width = channels * (getattr(vision, "temporal_patch_size", None) or 1) * patch * patch
+        side = 2 * (_first(vision, "spatial_merge_size", "merge_size") or 1)
+        width = channels * (_first(vision, "temporal_patch_size", "patch_temporal") or 1) * patch * patch
         grid = torch.tensor([[1, side, side]] * self.batch, device=self.device)
         names = ("pixel_values", "hidden_states")
         name = next((name for name in names if name in self.takes), names[0])
@@ -409,16 +412,17 @@ class _Inputs:
 
     def spectrogram(self) -> torch.Tensor:
         config = getattr(self.config, "audio_config", None) or self.config
-        for name in ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size"):
-            bins = getattr(config, name, None)
-            if bins:
-                break
-        else:
-            bins = 80
+        names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+        bins = _first(config, *names) or _first(getattr(self.config, "encoder_config", None), *names) or 80
         positions = getattr(config, "max_source_positions", None)
         if getattr(config, "num_mel_bins", None) and positions and not hasattr(config, "input_channels"):
             return self.noise(self.batch, bins, 2 * positions)
         return self.noise(self.batch, self.seqlen, bins)
+
+
+def _first(config, *names: str) -> int | None:
+    """The first of these fields that the config has as a number."""
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 def _feature_count(result) -> int:

@@ -20,6 +20,9 @@ from .tagging import Tag
 # Source that makes a model fold its selection of keys into the mask for the two names it knows, and for no other.
 _NAME_TEST = re.compile(r"_attn_implementation (?:not )?in \(\"eager\", \"sdpa\"\)")
 
+# Source that picks a module class by the name while the model is built, and fails on ours.
+_CLASS_BY_NAME = re.compile(r"_ATTENTION_CLASSES\[(?:self\.)?config\._attn_implementation\]")
+
 
 # ---- which modules are attention ----
 
@@ -317,7 +320,10 @@ def report(model: torch.nn.Module) -> PatchReport:
         tag = getattr(module, "_flashpatch", None)
         config = getattr(module, "config", None)
         if obstacle is None and tag is None and inlined.where(type(module)) is not None:
-            obstacle = f"{type(module).__name__} computes attention itself; flashpatch.apply(model) reads it there"
+            obstacle = (
+                f"{type(module).__name__} computes attention itself; flashpatch.apply(model) reads it there, and "
+                "flashpatch.enable(), called before the model is built, from its first forward on"
+            )
         elif obstacle is None and tag is None and getattr(config, "_attn_implementation", None) != NAME:
             obstacle = f"its configuration says {getattr(config, '_attn_implementation', None)!r}"
         if obstacle is None and tag is None:
@@ -347,7 +353,8 @@ def enable(override: bool = False) -> None:
     """From now on, models that are built without a chosen attention implementation use flashpatch.
 
     An implementation asked for by name is honoured and listed (`enabled_models`, reports); `override=True` replaces it
-    too. Models that cannot be switched keep their default.
+    too. Attention that a model computes in its own code is read where `inlined.MODULES` names it, from the model's first
+    forward on. Models that can neither be switched nor read keep their default (`unreachable`).
     """
     interface.register()
     pretrained = _pretrained()
@@ -367,21 +374,39 @@ def enable(override: bool = False) -> None:
 
 def _choose(model, asked: str | None) -> str | None:
     name = type(model).__name__
-    if asked == NAME:
+    source = source_of(sys.modules.get(type(model).__module__))
+    by_class = bool(_CLASS_BY_NAME.search(source))
+    if asked == NAME and not by_class:
         tagging.adopt(model)
         return asked
-    reachable = model._can_set_attn_implementation() and not _NAME_TEST.search(
-        source_of(sys.modules.get(type(model).__module__))
-    )
-    if not reachable:
+    refused = bool(_NAME_TEST.search(source))
+    now = model._can_set_attn_implementation() and not refused and not by_class
+    later = not refused and (by_class or inlined.may_have(type(model)))
+    if not now and not later:
         _enabled.unreachable[name] += 1
         return asked
-    if asked is not None and not _enabled.override:
+    if asked not in (None, NAME) and not _enabled.override:
         if (name, asked) not in _enabled.honoured:
             _enabled.honoured.append((name, asked))
         return asked
     tagging.adopt(model)
-    return NAME
+    if later:
+        model.register_forward_pre_hook(_at_first_forward)
+    return NAME if now else None
+
+
+def _at_first_forward(model, args) -> None:
+    """What could not be done while `enable` saw a model built: its implementation, and attention that has to be read."""
+    if torch.compiler.is_compiling():
+        return
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _at_first_forward:
+            del model._forward_pre_hooks[key]
+    _switch(model)
+    for path, module in model.named_modules():
+        if inlined.where(type(module)) is not None and getattr(module, "_flashpatch", None) is None:
+            inlined.attach(module)
+            tagging.tag_module(module, path, False, tagging.parents_of(model, path))
 
 
 def disable() -> None:

@@ -457,9 +457,10 @@ def shared_memory(config: Config) -> int:
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
     if config.kernel == "forward_sm90":
-        tiles = 128 * (m * slabs + stages * n * (slabs + slabs_v))
-        rings = 16 + 2 * 16 * stages + 32
-        return tiles + -(-rings // 64) * 64 + 2 * 64
+        q, keys = 128 * 64 * slabs, 128 * stages * n * (slabs + slabs_v)
+        q_stages = min(2 * (m // 64), (227 * 1024 - 512 - keys) // q)
+        rings = 16 * q_stages + 2 * 16 * stages + 32
+        return q_stages * q + keys + -(-rings // 64) * 64 + 2 * 64
     if config.kernel in ("backward_sm90", "backward_wide_sm90"):
         tiles = 2 * 2 * 64 * slabs * (n + stages * m) + 2 * stages * n * m
         statistics_and_barriers = 2 * stages * 4 * m + 1024

@@ -207,20 +207,34 @@ def philox(counter, key):
     return tuple(c.astype(numpy.uint32) for c in (c0, c1, c2, c3))
 
 
+# As cuda_src/dropout.cuh has them.
+MULTIPLIERS = (
+    *(0x243F6A80, 0x85A308D1, 0x13198A22, 0x03707343),
+    *(0xA4093824, 0x299F31D5, 0x082EFA96, 0xEC4E6C87),
+    *(0x452821E8, 0x38D01379, 0xBE5466CA, 0x34E90C6B),
+    *(0xC0AC29BC, 0xC97C50DD, 0x3F84D5BE, 0xB547091F),
+)
+
+
 def dropout_keep(rng_state, dropout_p, batch, num_heads, seqlen_q, seqlen_k):
     """What dropout keeps for a Philox state (seed, offset): bool [batch, num_heads, seqlen_q, seqlen_k], on the CPU.
 
-    Element by element from the definition: counter (((j >> 4) << 2) | ((j >> 1) & 3), ((i >> 4) << 3) | (i & 7),
-    b * num_heads + h, offset), word ((i >> 3) & 1) * 2 + (j & 1), its upper 16 bits if j & 8, else its lower; kept if
-    these are >= floor(dropout_p * 2^16 + 1/2), at most 2^16 - 1, with dropout_p in fp32.
+    Element by element from the definition: counter (((j >> 6) << 2) | ((j >> 1) & 3), ((i >> 5) << 3) | (i & 7),
+    b * num_heads + h, offset); (a, x) the first two words, if j & 32 the last two; the word a * m + x with m number
+    ((i >> 3) & 3) * 4 + ((j >> 3) & 3) of MULTIPLIERS; of its upper half if j is odd, else its lower, the low 15 bits. With
+    dropout_p in fp32, up to 1/2, elements are kept whose bits are >= floor(dropout_p * 2^15 + 1/2); beyond, those whose
+    bits are < floor((1 - dropout_p) * 2^15 + 1/2).
     """
     seed, offset = (int(x) % 2**64 for x in rng_state)
     head = numpy.arange(batch * num_heads).reshape(batch, num_heads, 1, 1)
     i = numpy.arange(seqlen_q).reshape(-1, 1)
     j = numpy.arange(seqlen_k)
-    counter = numpy.broadcast_arrays(((j >> 4) << 2) | ((j >> 1) & 3), ((i >> 4) << 3) | (i & 7), head, offset % 2**32)
-    words = numpy.stack(philox(counter, (seed % 2**32, seed >> 32)))
-    chosen = numpy.broadcast_to(((i >> 3) & 1) * 2 + (j & 1), words.shape[1:])
-    word = numpy.take_along_axis(words, chosen[None], axis=0)[0]
-    bits = numpy.where(j & 8, word >> 16, word & 0xFFFF)
-    return torch.from_numpy(bits >= min(math.floor(float(numpy.float32(dropout_p)) * 2**16 + 0.5), 2**16 - 1))
+    counter = numpy.broadcast_arrays(((j >> 6) << 2) | ((j >> 1) & 3), ((i >> 5) << 3) | (i & 7), head, offset % 2**32)
+    words = philox(counter, (seed % 2**32, seed >> 32))
+    a, x = numpy.where(j & 32, words[2], words[0]), numpy.where(j & 32, words[3], words[1])
+    m = numpy.array(MULTIPLIERS, dtype=numpy.uint32)[((i >> 3) & 3) * 4 + ((j >> 3) & 3)]
+    word = a * m + x
+    bits = numpy.where(j & 1, word >> 16, word) & 0x7FFF
+    p = float(numpy.float32(dropout_p))
+    share = math.floor(min(p, 1 - p) * 2**15 + 0.5)
+    return torch.from_numpy(bits >= share if p <= 0.5 else bits < share)

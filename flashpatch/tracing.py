@@ -330,7 +330,7 @@ class Trace:
         )  # fmt: skip
         implementation = getattr(config, "_attn_implementation", None)
         weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-        softcap = module_reading.number(module, config, "attn_logit_softcapping", "softcap", "logits_soft_cap")
+        softcap = module_reading.number(module, config, "attn_logit_softcapping", "softcap")
         window = getattr(module, "sliding_window", None)
         return Facts(
             path or type(module).__name__, type(module).__name__, type(root).__name__, implementation,
@@ -476,6 +476,10 @@ class Trace:
             name, *shapes, q.dtype, q.device, mask, features=operator_reading.features(named), causal=causal
         )
         call.window = left is not None and left >= 0
+        if call.window and call.mask in ("none", "causal"):
+            call.mask = (
+                f"causal window of {left + 1}" if causal or right == 0 else f"window of {left} before, {right} after"
+            )
         call.kernel, call.declines = kernel, declines
         pairs = operator_reading.pairs(named, shapes, causal, left if call.window else None)
         call.flops = 2.0 * shapes[0][1] * pairs * (shapes[0][-1] + shapes[2][-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import torch
+from special_inputs import SPECIAL, width
 
 from flashpatch import models, patcher
 from flashpatch.model_verification import _main_output
@@ -34,15 +35,35 @@ def inputs_of(model, model_type: str, length: int) -> dict:
     return inputs
 
 
-def _width(maker, *names: str) -> int:
-    for name in (*names, "hidden_size", "d_model", "embed_dim"):
-        if isinstance(found := getattr(maker.config, name, None), int):
-            return found
-    return maker.config.get_text_config().hidden_size
+def candidates(model, model_type: str, length: int):
+    """Inputs to try, the likeliest first: those of `inputs_of`, its images in the other shapes that models take, its text
+    without images, embeddings in place of tokens."""
+    inputs = inputs_of(model, model_type, length)
+    yield inputs
+    images, takes = inputs.get("pixel_values"), inspect.signature(model.forward).parameters
+    if model_type in SPECIAL:
+        return
+    if images is None:
+        images = torch.empty(0)
+    if images.dim() == 4:
+        yield {**inputs, "pixel_values": images[:, None]}  # one image of several
+        yield {**inputs, "pixel_values": images[:, None].expand(-1, 2, -1, -1, -1)}  # a pair of images, or a video
+    if images.dim() == 2:
+        vision = models._Inputs(model, 2, length, 0).vision_config()
+        patch = getattr(vision, "patch_size", None)
+        if isinstance(patch, int) and images.shape[1] % (patch * patch) == 0:
+            squares = images.reshape(images.shape[0], -1, patch, patch)
+            yield {**inputs, "pixel_values": squares}
+            yield {**inputs, "pixel_values": squares[None]}
+    if "input_ids" in inputs and images.numel():
+        yield {"input_ids": models._Inputs(model, 2, length, 0).tokens(length)}
+    if "inputs_embeds" in takes:
+        maker = models._Inputs(model, 2, length, 0)
+        yield {"inputs_embeds": maker.noise(2, length, width(maker))}
 
 
 def _states(*names: str, length: int = 16):
-    return lambda maker: maker.noise(maker.batch, length, _width(maker, *names))
+    return lambda maker: maker.noise(maker.batch, length, width(maker, *names))
 
 
 def _ones(length: int = 16, dtype=torch.long):
@@ -60,6 +81,7 @@ def _spectrogram_mask(maker):
 
 # a parameter that a forward insists on -> what it gets
 NEEDED = {
+    "reference_points": lambda maker: torch.rand(maker.batch, 8, 4, generator=maker.generator),
     "hidden_states": _states(),
     "inputs_embeds": _states(),
     "context": _states(),
@@ -79,167 +101,6 @@ NEEDED = {
     "input_values": lambda maker: maker.noise(maker.batch, 1, 1920),
     "input_features": lambda maker: maker.spectrogram(),
 }
-
-
-def _frames(text: bool):
-    def make(maker):
-        vision = maker.vision_config()
-        size = getattr(vision, "image_size", 32)
-        frames = maker.noise(2, getattr(vision, "num_frames", 2), 3, size, size)
-        if not text:
-            return {"pixel_values": frames[0]}
-        return {"pixel_values": frames, "input_ids": maker.tokens(8)}
-
-    return make
-
-
-def _video_and_text(maker):
-    size = maker.vision_config().image_size
-    size = size[0] if isinstance(size, (list, tuple)) else size
-    return {"pixel_values_videos": maker.noise(2, 2, 3, size, size), "input_ids": maker.tokens(8)}
-
-
-def _series():
-    def make(maker):
-        config = maker.config
-        past = config.context_length + max(config.lags_sequence)
-        future = config.prediction_length
-        return {
-            "past_values": maker.noise(2, past),
-            "past_time_features": maker.noise(2, past, config.num_time_features),
-            "past_observed_mask": torch.ones(2, past),
-            "future_values": maker.noise(2, future),
-            "future_time_features": maker.noise(2, future, config.num_time_features),
-        }
-
-    return make
-
-
-def _channels(maker):
-    return {"past_values": maker.noise(2, maker.config.context_length, maker.config.num_input_channels)}
-
-
-def _timesfm(maker):
-    inputs = {"past_values": maker.noise(2, 64), "past_values_padding": torch.zeros(2, 64, dtype=torch.long)}
-    return {**inputs, "freq": torch.zeros(2, 1, dtype=torch.long)} if "freq" in maker.takes else inputs
-
-
-def _naflex(text: bool):
-    def make(maker):
-        width = 3 * maker.vision_config().patch_size ** 2
-        inputs = {
-            "pixel_values": maker.noise(2, 16, width),
-            "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
-            "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
-        }
-        return {**inputs, "input_ids": maker.tokens(8)} if text else inputs
-
-    return make
-
-
-def _flattened_patches(text: bool):
-    def make(maker):
-        vision = getattr(maker.config, "vision_config", maker.config)
-        places = torch.tensor([[row, column] for row in range(1, 5) for column in range(1, 5)]).float()
-        patches = torch.cat([places.expand(2, -1, -1), maker.noise(2, 16, vision.patch_embed_hidden_size)], -1)
-        inputs = {"flattened_patches": patches, "attention_mask": torch.ones(2, 16)}
-        return {**inputs, "decoder_input_ids": maker.tokens(7)} if text else inputs
-
-    return make
-
-
-def _boxes(maker):
-    boxes = torch.tensor([0.1, 0.1, 0.4, 0.3]).expand(2, 12, 4)
-    size = maker.config.image_size
-    return {
-        "input_ids": maker.tokens(12),
-        "bbox": boxes,
-        "decoder_input_ids": maker.tokens(7),
-        "pixel_values": maker.noise(2, 3, size, size),
-    }
-
-
-def _codebooks(count: str, last: bool = False):
-    def make(maker):
-        config = maker.config
-        shape = (2, 10, getattr(config, count)) if last else (2 * getattr(config, count), 10)
-        return {"input_ids": torch.randint(3, 100, shape, generator=maker.generator)}
-
-    return make
-
-
-def _merged(maker):
-    return {**maker.patches(), "merge_sizes": torch.tensor([1, 1])}
-
-
-def _tiles(maker):
-    config = maker.config
-    size, tiles = config.image_size, config.max_num_tiles
-    return {
-        "pixel_values": maker.noise(2, 1, tiles, 3, size, size),
-        "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(2, 1, tiles, dtype=torch.long),
-    }
-
-
-def _mel_first(length: int, mask: str | None = None):
-    def make(maker):
-        features = maker.noise(2, maker.config.num_mel_bins, length)
-        return {"input_features": features} | ({mask: torch.ones(2, length, dtype=torch.long)} if mask else {})
-
-    return make
-
-
-def _encoded(maker):
-    inputs = {"input_ids": maker.tokens(12)}
-    return {**inputs, "encoder_hidden_states": maker.noise(2, 9, _width(maker, "cross_attention_hidden_size"))}
-
-
-def _images_then_text(maker):
-    size = maker.config.vision_config.image_size
-    return {
-        "pixel_values": maker.noise(2, 3, size, size),
-        "qformer_input_ids": maker.tokens(8),
-        "input_ids": maker.tokens(20),
-    }
-
-
-SPECIAL = {
-    "audio-spectrogram-transformer": lambda maker: {
-        "input_values": maker.noise(2, maker.config.max_length, maker.config.num_mel_bins)
-    },
-    "audioflamingo3_encoder": lambda maker: _mel_first(2 * maker.config.max_source_positions, "input_features_mask")(maker),
-    "dia_decoder": _codebooks("num_channels", last=True),
-    "idefics2_vision": lambda maker: maker.images(),
-    "informer": _series(),
-    "instructblip_qformer": lambda maker: {
-        "input_ids": maker.tokens(8), "query_embeds": maker.noise(2, 4, maker.config.hidden_size),
-        "encoder_hidden_states": maker.noise(2, 9, maker.config.encoder_hidden_size),
-    },
-    "mllama_vision_model": _tiles,
-    "musicgen_decoder": _codebooks("num_codebooks"),
-    "musicgen_melody_decoder": _codebooks("num_codebooks"),
-    "patchtsmixer": _channels,
-    "patchtst": _channels,
-    "phi4_multimodal_audio": lambda maker: {
-        "hidden_states": maker.noise(2, 32, maker.config.input_size), "mask": torch.ones(2, 32, dtype=torch.bool)
-    },
-    "pix2struct": _flattened_patches(True),
-    "pix2struct_vision_model": _flattened_patches(False),
-    "siglip2": _naflex(True),
-    "siglip2_vision_model": _naflex(False),
-    "t5gemma2_decoder": _encoded,
-    "time_series_transformer": _series(),
-    "timesfm": _timesfm,
-    "timesfm2_5": _timesfm,
-    "udop": _boxes,
-    "video_llama_3_vision": _merged,
-    "videoprism": _video_and_text,
-    "voxtral_realtime_encoder": _mel_first(32),
-    "xclip": _frames(True),
-    "xclip_vision_model": _frames(False),
-}  # fmt: skip
-SPECIAL["instructblipvideo_qformer"] = SPECIAL["instructblip_qformer"]
 
 
 # ---- variants of it ----
@@ -262,10 +123,11 @@ def variants(model, inputs: dict):
             continue  # an image's place cannot be padding
         mask[1, pads] = 0
         tokens = inputs["input_ids"].clone()
-        tokens[1, pads] = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+        tokens[1, pads] = getattr(models._Inputs(model, 1, 1, 0).text_config(), "pad_token_id", None) or 0
         padded = {**inputs, "input_ids": tokens, "attention_mask": mask}
-        if "decoder_input_ids" in inputs and "decoder_attention_mask" in takes and side == "right":
-            padded["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
+        written = inputs.get("decoder_input_ids", tokens[:0])
+        if "decoder_attention_mask" in takes and side == "right" and len(written) == len(tokens):
+            padded["decoder_attention_mask"] = torch.ones_like(written)
             padded["decoder_attention_mask"][1, -2:] = 0
         if hasattr(model, "get_text_features"):
             # pooled at the first end-of-text token (or the largest one): let it be the last real token

@@ -2,7 +2,7 @@
 
 Nothing is downloaded. A config is shrunk field by field, nested configs too; relations between fields (a list with one
 entry per layer, widths that must be equal) are kept by giving every field of one kind the same value. Where a type
-needs more than that, `EXCEPTIONS` has the fields.
+needs more than that, `small_fields.EXCEPTIONS` has the fields.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from small_fields import DEFAULT, EXCEPTIONS, HEADS, LAYERS, VOCABULARY, WIDTH
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
-
-VOCABULARY = 160
-WIDTH, HEADS, LAYERS = 64, 4, 2
 
 # A field's whole name (regular expression, first match wins) -> its value in a small model.
 _SIZES = [
@@ -85,8 +83,8 @@ _SIZES = [(re.compile(pattern), value) for pattern, value in _SIZES]
 _DEPTHS = [
     (pattern, value) for pattern, value in _SIZES if value in (VOCABULARY, LAYERS) or "expert" in pattern.pattern
 ]
-DEFAULT = object()  # an exception's word for "leave this field as it is"
 _TOKEN = re.compile(r".*_token_(id|index)|.*_token_id_.*")
+_STAGES = {"depths", "stage_out_channels", "block_configs"}  # fields of models made of stages, whose number stays
 _LAYER_INDICES = re.compile(r".*(index|indexes|indices|_layers|layer_ids?|_layer|layers_to_.*)$")
 
 
@@ -138,6 +136,26 @@ def model_classes(model_type: str, config: PreTrainedConfig) -> list[type]:
     return list(dict.fromkeys(found))
 
 
+def wholes(model_type: str) -> list[str]:
+    """The types of the same package whose configs have this type as a part, the smallest first: for a part with no model
+    of its own."""
+    module, part, found = model_type_to_module_name(model_type), CONFIG_MAPPING[model_type], {}
+    for other in CONFIG_MAPPING_NAMES:
+        if other != model_type and model_type_to_module_name(other) == module:
+            parts = list(_parts(shrunk(other)))
+            if any(isinstance(inner, part) for inner in parts):
+                found[other] = len(parts)
+    return sorted(found, key=found.get)
+
+
+def _parts(config: PreTrainedConfig):
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            yield inner
+            yield from _parts(inner)
+
+
 def _is_for(cls: type, config_class: type) -> bool:
     """Whether a model class takes this config: it says so, or its constructor does."""
     if cls.config_class is config_class:
@@ -163,11 +181,29 @@ class _Tokens:
 
 def shrunk(model_type: str, widths: bool = True, **changes) -> PreTrainedConfig:
     """The small config of a model type; `widths=False` leaves widths and heads as they are."""
-    return _shrink(CONFIG_MAPPING[model_type], _Tokens(), widths, {**EXCEPTIONS.get(model_type, {}), **changes})
+    return _shrink(CONFIG_MAPPING[model_type], _Tokens(), widths, changes)
+
+
+def _default(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrainedConfig:
+    """A type's own config; where it has none, or fetches a part of it, one of the parts that `changes` names."""
+    try:
+        return cls()
+    except Exception:
+        parts = {
+            name: _shrink(CONFIG_MAPPING[part["model_type"]], tokens, widths, _but(part, "model_type"))
+            for name, part in changes.items()
+            if isinstance(part, dict) and "model_type" in part
+        }
+        return cls(**{name: part.to_dict() for name, part in parts.items()})
+
+
+def _but(entries: dict, name: str) -> dict:
+    return {key: value for key, value in entries.items() if key != name}
 
 
 def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrainedConfig:
-    default = cls()
+    changes = {**EXCEPTIONS.get(cls.model_type, {}), **changes}
+    default = _default(cls, tokens, widths, changes)
     takes = set(inspect.signature(cls.__init__).parameters)
     kept = _kept_layers(default)
     settings: dict = {}
@@ -177,13 +213,14 @@ def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrain
             if new is not None:
                 settings[name] = new
     for name in default.sub_configs:
-        inner = getattr(default, name, None)
-        if isinstance(inner, PreTrainedConfig):
-            nested = changes.get(name)
-            if isinstance(nested, dict) and "model_type" in nested:
-                settings[name] = CONFIG_MAPPING[nested["model_type"]](**nested)
-                continue
-            settings[name] = _shrink(type(inner), tokens, widths, nested if isinstance(nested, dict) else {})
+        inner, nested = getattr(default, name, None), changes.get(name)
+        nested = nested if isinstance(nested, dict) else {}
+        if "model_type" in nested:
+            settings[name] = _shrink(CONFIG_MAPPING[nested["model_type"]], tokens, widths, _but(nested, "model_type"))
+        elif isinstance(inner, PreTrainedConfig):
+            if _STAGES & inner.__dict__.keys():
+                nested = {**_stages(inner), **nested}
+            settings[name] = _shrink(type(inner), tokens, widths, nested)
     settings.update(
         {
             name: value
@@ -191,7 +228,25 @@ def _shrink(cls: type, tokens: _Tokens, widths: bool, changes: dict) -> PreTrain
             if not isinstance(value, dict) or name not in default.sub_configs
         }
     )
-    return cls(**{name: value for name, value in settings.items() if value is not DEFAULT})
+    if "out_features" in changes:
+        settings.pop("out_indices", None)
+    settings = {name: value for name, value in settings.items() if value is not DEFAULT}
+    try:
+        return cls(**settings)
+    except TypeError:  # some take their parts as dicts only
+        parts = {name: part.to_dict() for name, part in settings.items() if isinstance(part, PreTrainedConfig)}
+        return cls(**settings | parts)
+
+
+def _stages(backbone: PreTrainedConfig) -> dict:
+    """How a whole sets its backbone of stages, beyond that type's own defaults: lists with an entry for each stage."""
+    plain, found = type(backbone)(), {}
+    for name, value in backbone.__dict__.items():
+        if isinstance(value, (list, tuple)) and not name.startswith("_") and value != getattr(plain, name, value):
+            found[name] = value
+    if isinstance(getattr(backbone, "_out_indices", None), list):
+        found["out_indices"] = backbone._out_indices
+    return {name: value for name, value in found.items() if name not in ("stage_names", "out_features")}
 
 
 def _field(cls, name, value, kept, tokens, widths, default):
@@ -283,129 +338,27 @@ def _rope(parameters: dict, cls: type, factor: float | None) -> dict:
     return small(parameters)
 
 
-# ---- fields that a type needs beside its shrunk ones ----
-
-_SAM_VISION = {
-    "image_size": 64,
-    "patch_size": 16,
-    "global_attn_indexes": [1],
-    "window_size": 3,
-    "num_pos_feats": 8,
-    "output_channels": 32,
-}
-_SAM_PROMPT = {"image_size": 64, "patch_size": 16, "hidden_size": 32, "mask_input_channels": 8}
-_SAM_MASK = {"hidden_size": 32, "num_attention_heads": 2, "mlp_dim": 32, "iou_head_hidden_dim": 32}
-_SAM = {"vision_config": _SAM_VISION, "prompt_encoder_config": _SAM_PROMPT, "mask_decoder_config": _SAM_MASK}
-
-_THIRDS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
-_SMALL_TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-}
-_RESNET = {
-    "model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1],
-    "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"],
-}  # fmt: skip
-_RESNET_LAST = {**_RESNET, "out_features": ["stage4"]}
-
-EXCEPTIONS: dict[str, dict] = {
-    "align": {"vision_config": {"hidden_dim": DEFAULT, "image_size": 64}},
-    "audio-spectrogram-transformer": {"max_length": 64, "patch_size": 8, "frequency_stride": 8, "time_stride": 8},
-    "cohere_compass": {"text_config": {"rope_parameters": DEFAULT}},
-    "cohere_compass_text": {"rope_parameters": DEFAULT},
-    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": _THIRDS}},
-    "ernie4_5_vl_moe_text": {"rope_parameters": _THIRDS},
-    "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 0,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "intermediate_size": [64] * 4,
-    },
-    "granite4_vision": {"text_config": {"model_type": "granite", **_SMALL_TEXT}},
-    "informer": {"prediction_length": 8, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 2},
-    "kimi_linear": {"num_hidden_layers": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "lasr_ctc": {"encoder_config": {"num_mel_bins": 80}},
-    "lw_detr": {"backbone_config": {"image_size": 64, "num_windows": 4}},
-    "lw_detr_vit": {"image_size": 64, "num_windows": 4},
-    "mimi": {
-        "hidden_size": DEFAULT,
-        "num_attention_heads": DEFAULT,
-        "head_dim": DEFAULT,
-        "num_key_value_heads": DEFAULT,
-    },
-    "nemotron": {"num_key_value_heads": 2},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 4},
-    "patchtst": {"context_length": 32, "patch_length": 4, "patch_stride": 4, "num_input_channels": 2},
-    "patchtsmixer": {
-        "context_length": 32,
-        "patch_length": 4,
-        "patch_stride": 4,
-        "num_input_channels": 2,
-        "self_attn": True,
-    },
-    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 4, "lru_width": 64},
-    "sam3": {"image_size": 112},
-    "time_series_transformer": {
-        "prediction_length": 8,
-        "context_length": 8,
-        "lags_sequence": [1, 2],
-        "num_time_features": 2,
-    },
-    "timesfm": {"context_length": 64, "patch_length": 16, "horizon_length": 16},
-    "timesfm2_5": {"context_length": 64, "patch_length": 16},
-    "vjepa2": {"crop_size": 32, "image_size": 32, "frames_per_clip": 4, "patch_size": 16},
-    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "hybrid", "hybrid"],
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "mamba_d_state": 8,
-        "n_mamba_heads": 2,
-    },
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 4},
-    "conditional_detr": {"backbone_config": _RESNET_LAST},
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
-    "deformable_detr": {"backbone_config": _RESNET},
-    "detr": {"backbone_config": _RESNET_LAST},
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_chunk_size": 4},
-    "glm5_next": {"text_config": {"index_kpool": 2}},
-    "glm5_next_text": {"index_kpool": 2},
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_chunk_size": 4,
-    },
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "longcat_flash": {"head_dim": 8},
-    "mpnet": {"relative_attention_num_buckets": 32},
-    "sam": _SAM,
-    "sam_hq": {**_SAM, "mask_decoder_config": {**_SAM_MASK, "vit_dim": 64}},
-    "sam_vision_model": _SAM_VISION,
-    "sam_hq_vision_model": _SAM_VISION,
-    "codegen": {"rotary_dim": 8},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
-    "gptj": {"rotary_dim": 8},
-}
-
-
 # ---- the model ----
 
 
 def build(cls: type, config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
     """The model in fp32 and eval mode, with eager attention and weights large enough for attention to matter."""
+    if config.model_type == "qwen2_5_omni_dit":
+        transformers.AttentionInterface.register("eager", _eager_attention)  # it has none of its own
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cls._from_config(config, attn_implementation="eager", experts_implementation="eager").float().eval()
         energise(model)
     return model
+
+
+def _eager_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
 def parameters(cls: type, config: PreTrainedConfig) -> int:
@@ -419,7 +372,7 @@ def energise(model: torch.nn.Module) -> None:
     """Weights as large as in a trained model: fresh ones make attention nearly uniform, which would hide a wrong mask."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             if parameter.dim() >= 2:
                 fan_in = max(1, parameter[0].numel())

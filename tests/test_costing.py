@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
 import transformers
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashpatch import auditing, costing
@@ -203,23 +205,48 @@ def test_hard_coded_attention_is_named_and_not_counted():
 # ---- the GPU, time, money, fit ----
 
 
-def test_ceilings_are_the_measured_ones():
+def recorded() -> tuple[float, dict]:
+    """The matrix product's TFLOP/s, and flashpatch's as the matrix has them, of tests/evidence/h200_speed.json."""
     measured = json.loads((ROOT / "tests" / "evidence" / "h200_speed.json").read_text(encoding="utf-8"))
-    expected: dict = {}
+    found: dict = {}
     for timing in measured["timings"]:
         shape = timing["shape"]
         if timing["variant"] == "flashpatch":
             key = f"{shape['head_dim']} {'causal' if shape['causal'] else 'full'}"
-            rows = expected.setdefault(key, {}).setdefault(shape["seqlen"], [None, None])
+            rows = found.setdefault(key, {}).setdefault(shape["seqlen"], [None, None])
             rows[timing["direction"] == "backward"] = timing["tflops"]
+    return measured["ceiling_tflops"], found
+
+
+def test_ceilings_are_the_measured_ones():
+    """A recording differs from the next by what the card's clock does; after a new one: python tests/test_costing.py"""
+    product, expected = recorded()
     limits, speeds = costing.ceilings("h200")
-    # a recording differs from the next by what the card's clock does
     assert speeds.keys() == expected.keys() and limits.measured
     for key, rows in expected.items():
         assert speeds[key].keys() == rows.keys()
         for length, rates in rows.items():
             assert speeds[key][length] == pytest.approx(rates, rel=0.1), (key, length)
-    assert limits.matmul_tflops == pytest.approx(measured["ceiling_tflops"], rel=0.1)
+    assert limits.matmul_tflops == pytest.approx(product, rel=0.1)
+
+
+def renewed(text: str) -> str:
+    """compat_matrix.yaml with the recording's figures."""
+    product, found = recorded()
+    text = re.sub(r"(?<=    matmul_tflops: )\d+", f"{product:.0f}", text)
+    for key, rows in found.items():
+        figures = ", ".join(
+            f"{length}: [{', '.join(f'{rate:.0f}' for rate in rates)}]" for length, rates in rows.items()
+        )
+        text = re.sub(rf"(?<=      {key}: ){{.*}}", f"{{{figures}}}", text)
+    return text
+
+
+def test_renewing_the_ceilings_changes_figures_alone():
+    text = (ROOT / "compat_matrix.yaml").read_text(encoding="utf-8")
+    assert re.sub(r"\d+", "0", renewed(text)) == re.sub(r"\d+", "0", text)
+    data = yaml.safe_load(renewed(text))["ceilings"]["H200"]
+    assert data["attention"]["128 causal"][8192] == [round(rate) for rate in recorded()[1]["128 causal"][8192]]
 
 
 def test_time_and_money():
@@ -325,3 +352,8 @@ def test_the_page_is_complete_and_fetches_nothing(folder, tmp_path):
 def test_wrong_usage(folder, arguments, message):
     result = run(folder, *arguments)
     assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+
+if __name__ == "__main__":
+    matrix = ROOT / "compat_matrix.yaml"
+    matrix.write_text(renewed(matrix.read_text(encoding="utf-8")), encoding="utf-8")

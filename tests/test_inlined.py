@@ -12,7 +12,7 @@ import shrinking
 import torch
 
 import flashpatch
-from flashpatch import counting, inlined, model_verification, patcher
+from flashpatch import counting, inlined, model_verification, patcher, tagging
 from flashpatch.problem import DeclinedError
 
 # type -> (its fields, its attention modules). Together they have every class of inlined.MODULES.
@@ -112,6 +112,43 @@ def test_a_module_that_calls_torchs_own_attention_is_read_too(name):
         assert patch.report.dispatched == 2
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     assert not torch.equal(found, expected)
+
+
+@pytest.fixture
+def enabled():
+    patcher.enable()
+    yield
+    patcher.disable()
+    tagging._adopted.clear()
+    patcher._enabled.honoured.clear()
+
+
+@pytest.mark.parametrize("name", ["bloom", "deberta", "sam_vision_model"])
+def test_enable_reads_them_from_the_first_forward_on(name, enabled):
+    """A copy made before that too. What was asked for by name is left alone."""
+    named, inputs = small(name)  # asks for eager
+    model = type(named)(shrinking.shrunk(name, **TYPES[name][0])).eval()
+    model.load_state_dict(named.state_dict())
+    expected = model_inputs.output_of(named(**inputs))
+    assert patcher.report(named).dispatched == 0
+    for built in (copy.deepcopy(model), model, pickle.loads(pickle.dumps(model))):
+        before = counting.stats()["calls"]
+        torch.testing.assert_close(model_inputs.output_of(built(**inputs)), expected, atol=2e-5, rtol=2e-5)
+        assert counting.stats()["calls"] - before == TYPES[name][1]
+    report = patcher.report(model)
+    assert [row.calls for row in report.rows] == [1] * TYPES[name][1]
+    assert all(row.path in dict(model.named_modules()) for row in report.rows)
+    assert type(model).__name__ not in patcher.unreachable()
+
+
+def test_enable_switches_what_fails_on_its_name_while_it_is_built(enabled):
+    """SAM picks a class by the name and has none for ours, its mask decoder asks for an implementation by name."""
+    config = shrinking.shrunk("sam")
+    model = shrinking.model_classes("sam", config)[0](config).eval()
+    with torch.no_grad():
+        model(**model_inputs.inputs_of(model, "sam", 12))
+    dispatched = {row.class_name for row in patcher.report(model).rows if row.dispatched}
+    assert dispatched == {"SamVisionSdpaAttention", "SamAttention"}
 
 
 @pytest.mark.parametrize("name", ["bloom", "gptj", "falcon", "gpt_neo", "mpt", "xglm", "codegen"])

@@ -30,7 +30,7 @@ LAYERS = [
     {"inlined", "module_reading"},
     {"patcher"},
     {"registration", "models", "model_verification", "environment", "tracing"},
-    {"verification", "auditing", "benchmarking"},
+    {"verification", "auditing", "benchmarking", "feature_peers"},
     {"feature_costs", "roofline"},
     {"evidence", "costing"},
     {"cli"},

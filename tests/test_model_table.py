@@ -12,10 +12,11 @@ from flashpatch import interface
 
 # Decoders with every kind of mask, encoders, encoder-decoders, vision, sound, several towers, experts, hybrids.
 FEW = [
-    "afmoe", "albert", "apertus", "audioflamingo3", "beit", "bert", "biogpt", "blip-2", "clip", "cohere2", "deepseek_v3",
-    "deepseek_v4", "dinov2", "doge", "electra", "exaone4", "gemma2", "gemma3", "glm4_moe", "gpt2", "gpt_oss", "hubert",
-    "idefics2_vision", "jamba", "llama", "llama4", "minicpm3", "modernbert", "olmo3", "opt", "phi3", "qwen2_vl", "qwen3",
-    "qwen3_next", "roberta", "siglip", "smollm3", "t5", "vit", "whisper",
+    "afmoe", "albert", "apertus", "audioflamingo3", "beit", "bert", "biogpt", "blip-2", "clip", "cohere2",
+    "deepseek_v3", "deepseek_v4", "dinov2", "doge", "electra", "exaone4", "gemma2", "gemma3", "glm4_moe", "gpt2",
+    "gpt_oss", "hubert", "idefics2_vision", "jamba", "kosmos_2_5_vision_model", "llama", "llama4", "minicpm3",
+    "modernbert", "olmo3", "opt", "phi3", "qwen2_vl", "qwen3", "qwen3_next", "roberta", "siglip", "smollm3", "t5",
+    "vit", "whisper",
 ]  # fmt: skip
 
 

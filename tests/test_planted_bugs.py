@@ -6,7 +6,7 @@ A replacement must match its source exactly once, so that an entry cannot go sta
 
 import math
 import mmap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy
 import pytest
@@ -48,6 +48,8 @@ class Case:
     dropout_p: float = 0.0
     growing: bool = False  # each key block the kernel comes to scores far higher than the one before
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
+    multiprocessors: int = 2
+    one_tile: bool = False  # a CTA ends after one: the emulator runs them in turn, so the first would take all
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
@@ -116,11 +118,14 @@ MASK = forward(features=("mask", "nan"))
 MASK_OF_HEADS = forward(features=("mask", "mask_of_heads"))
 MASK_LONG = forward(features=("mask", "mask_holes"), batch=1, heads=1, heads_kv=1, seqlen_k=1264)
 WIDE_BIAS = forward(features=("wide_bias",), seqlen_k=80)
-DROPOUT = forward(dropout_p=0.3)
+DROPOUT = forward(dropout_p=0.3, tile=(64, 32))
+DROPOUT_RARELY_KEPT = forward(dropout_p=0.9)
+FP32_DROPOUT = forward(dropout_p=0.3, dtype=torch.float32)
 VARLEN = forward(features=("varlen",), window=(-1, 0))
 BACKWARD = backward()
 BACKWARD_CAUSAL = backward(window=(-1, 0), num_stages=1)
 BACKWARD_WINDOW = backward(window=(9, 5), dtype=torch.float16)
+BACKWARD_PASSED_OVER = backward(window=(9, 5), tile=(32, 64))
 BACKWARD_SPLIT = backward(num_warps=4, head_dim=64, head_dim_v=64)
 BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
@@ -147,15 +152,28 @@ FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
-HOPPER_ORDERED = hopper("backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True)
+HOPPER_ORDERED = hopper(
+    "backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True
+)
 HOPPER_VARLEN = hopper("backward_sm90", head_dim=40, head_dim_v=40, features=frozenset(("varlen",)))
+# four query heads to a key head, in two tiles
+HOPPER_SHARED = hopper("backward_sm90", head_dim=64, head_dim_v=64, heads=8, heads_kv=2, multiprocessors=8)
+HOPPER_SHARED_ORDERED = replace(HOPPER_SHARED, heads=4, heads_kv=1, deterministic=True, one_tile=True)
 WIDE = hopper("backward_wide_sm90", head_dim=248, head_dim_v=248)
 WIDE_CAUSAL = hopper("backward_wide_sm90", head_dim=184, head_dim_v=184, window=(-1, 0))
 WIDE_HEADS = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, heads=4, heads_kv=2)
 WIDE_LOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, low=True)
 WIDE_EMPTY = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, seqlen_k=100, window=(-1, 0))
 WIDE_WINDOW = hopper("backward_wide_sm90", head_dim=192, head_dim_v=192, window=(120, 12))
-WIDE_ORDERED = hopper("backward_wide_sm90", head_dim=256, head_dim_v=256, window=(-1, 0), deterministic=True)
+WIDE_ORDERED = hopper(
+    "backward_wide_sm90",
+    head_dim=256,
+    head_dim_v=256,
+    window=(-1, 0),
+    deterministic=True,
+    multiprocessors=8,
+    one_tile=True,
+)
 CASES = {name: value for name, value in list(globals().items()) if isinstance(value, Case)}
 
 
@@ -260,8 +278,16 @@ def inputs_of(case: Case) -> Inputs:
     return Inputs(q, k, v, dout, torch.randn(statistics, generator=generator), call, keywords)
 
 
+MULTIPLIERS = (
+    *(0x243F6A80, 0x85A308D1, 0x13198A22, 0x03707343),
+    *(0xA4093824, 0x299F31D5, 0x082EFA96, 0xEC4E6C87),
+    *(0x452821E8, 0x38D01379, 0xBE5466CA, 0x34E90C6B),
+    *(0xC0AC29BC, 0xC97C50DD, 0x3F84D5BE, 0xB547091F),
+)
+
+
 def kept(case: Case, rng_state) -> torch.Tensor:
-    """The dropout mask, by a Philox4x32-7 of our own: one call for keys j & ~9 | {0, 1, 8, 9} of rows i & ~8 | {0, 8}."""
+    """The dropout mask, by a Philox4x32-7 of our own: one call for keys j & ~57 | {0, 1, 8, 9, ...} of rows i & ~24 | {0, 8, ...}."""
     i = numpy.arange(case.seqlen_q, dtype=numpy.uint64)[:, None]
     j = numpy.arange(case.seqlen_k, dtype=numpy.uint64)[None, :]
     seed, offset = (int(x) for x in rng_state)
@@ -269,7 +295,7 @@ def kept(case: Case, rng_state) -> torch.Tensor:
     rows = []
     for row in range(case.batch * case.heads):
         shape = numpy.broadcast_shapes(i.shape, j.shape)
-        counter = [j // 16 * 4 + j // 2 % 4, i // 16 * 8 + i % 8, row, offset]
+        counter = [j // 64 * 4 + j // 2 % 4, i // 32 * 8 + i % 8, row, offset]
         counter = [numpy.broadcast_to(numpy.asarray(c, numpy.uint64), shape) for c in counter]
         keys = [seed & 0xFFFFFFFF, seed >> 32]
         for _ in range(7):
@@ -278,9 +304,13 @@ def kept(case: Case, rng_state) -> torch.Tensor:
             first, third = high_z ^ counter[1] ^ numpy.uint64(keys[0]), high_x ^ counter[3] ^ numpy.uint64(keys[1])
             counter = [first, z & low, third, x & low]
             keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
-        word = numpy.choose((i // 8 % 2 * 2 + j % 2).astype(int), counter)
-        bits = word // 2 ** (j // 8 % 2 * 16) % 2**16
-        rows.append(torch.from_numpy((bits >= round(case.dropout_p * 2**16)).copy()))
+        pair = [numpy.choose((j // 32 % 2).astype(int), [counter[c], counter[c + 2]]) for c in (0, 1)]
+        multiplier = numpy.array(MULTIPLIERS, numpy.uint64)[(i // 8 % 4 * 4 + j // 8 % 4).astype(int)]
+        word = pair[0] * multiplier + pair[1]
+        bits = word // 2 ** (j % 2 * 16) % 2**15
+        rare = case.dropout_p <= 0.5
+        drop = bits < round((case.dropout_p if rare else 1 - case.dropout_p) * 2**15)
+        rows.append(torch.from_numpy(~drop if rare else drop))
     return torch.stack(rows).view(case.batch, case.heads, case.seqlen_q, case.seqlen_k)
 
 
@@ -292,8 +322,11 @@ def run(case: Case, patch, monkeypatch):
     kernels = []
 
     def load(config):
-        kernels.append(real_load(config, patch=patch))
+        kernels.append(real_load(config, patch=one_tile_each if case.one_tile else patch))
         return kernels[-1]
+
+    def one_tile_each(name, text):
+        return (patch(name, text) if patch else text).replace("    index = take(); ", "    index = tiles; ")
 
     real_load = emulator.load
     monkeypatch.setenv("FLASHPATCH_EMULATION_SECONDS", "60")  # a bug may loop for ever
@@ -317,7 +350,7 @@ def plan_of(case: Case) -> Plan:
     direction = case.kernel.split("_")[0]
     problem = Problem(direction, case.config.dtype, case.head_dim, case.head_dim_v)
     device = HOPPER if "sm90" in case.kernel else TURING if "sm75" in case.kernel else DEVICE
-    return Plan(problem, device, case.config, "compiled")
+    return Plan(problem, replace(device, multiprocessors=case.multiprocessors), case.config, "compiled")
 
 
 def compare(name, actual, eager, exact, factor=2.0):
@@ -406,8 +439,8 @@ class Bug:
 
 BUGS = [
     # forward
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // K", "sync_block();  // K", "PLAIN"),
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // K", "sync_block();  // K", "PLAIN"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n        sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // K (", "// K (", "PLAIN"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has", "// V has", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // out overwrites", "// out overwrites", "WIDE_V"),
@@ -420,7 +453,7 @@ BUGS = [
     Bug("forward_sm80.cu", "stale block", "n_first = keys.any.begin / kBlockN", "n_first = keys.any.begin / kBlockN + 1", "WINDOW"),
     Bug("forward_sm80.cu", "wrong columns", "v_of(p, sequence, kv_head).columns_from(first_v)", "v_of(p, sequence, kv_head)", "LARGE"),
     Bug("forward_sm80.cu", "past the end", "keys.any.end - first, p.head_dim_v - first_v);", "keys.any.end - first, p.head_dim_v);", "LARGE"),
-    Bug("forward_sm80.cu", "dropped feature", "if constexpr (kHasDropout) drop(", "if constexpr (false) drop(", "DROPOUT"),
+    Bug("forward_sm80.cu", "dropped feature", "if constexpr (kHasDropout && !kIsFp32) drop(", "if constexpr (false) drop(", "DROPOUT"),
     # softmax
     Bug("softmax.cuh", "missing rescale", "row_sum[m][half] *= factor;", "", "GROWING"),
     Bug("softmax.cuh", "missing rescale", "out_frag[m][n][half * 2] *= factor,", "", "GROWING"),
@@ -434,7 +467,10 @@ BUGS = [
     Bug("mask.cuh", "off by one, left", "i + s.diagonal - s.window_left)", "i + s.diagonal - s.window_left + 1)", "WINDOW"),
     Bug("mask.cuh", "off by one, right", "i + s.diagonal + s.window_right + 1", "i + s.diagonal + s.window_right", "CAUSAL"),
     Bug("mask.cuh", "off by one, end", "Span keys = {0, s.k_length};", "Span keys = {0, s.k_length + 1};", "ALMOST_FULL"),
-    Bug("mask.cuh", "off by one, unmasked", "(n_block + 1) * kBlockN > all.end", "(n_block + 1) * kBlockN > all.end + 1", "ALMOST_FULL"),
+    Bug("mask.cuh", "off by one, unmasked", "keys.end > all.end;", "keys.end > all.end + 1;", "ALMOST_FULL"),
+    Bug("mask.cuh", "passed over", "keys.end > any.begin;", "keys.end > any.begin + 16;", "BACKWARD_PASSED_OVER"),
+    Bug("mask.cuh", "passed over", "keys.begin < any.end &&", "keys.begin + 16 < any.end &&", "BACKWARD_CAUSAL"),
+    Bug("mask.cuh", "wrong key", "keys >> (2 * m + (e >> 1)) & 1", "keys >> (2 * m + (e & 1)) & 1", "BACKWARD_MASK"),
     Bug("mask.cuh", "off by one, range", "ld_global(range + 1)", "ld_global(range + 1) - 1", "RANGES"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal + s.window_left + 1)", "j - s.diagonal + s.window_left)", "BACKWARD_WINDOW"),
@@ -448,7 +484,7 @@ BUGS = [
     Bug("mask_tiles.cuh", "swapped bits", "0x10204080u", "0x08040201u", "MASK_LONG"),
     Bug("mask_tiles.cuh", "wrong thread", "+ w) * kThreads + thread_index(), bits", "+ w) * kThreads + (thread_index() ^ 1), bits", "MASK"),
     Bug("forward_sm80.cu", "stale mask", "hidden = next_hidden, mask_bits = next_mask_bits;", "hidden = true, mask_bits = next_mask_bits;", "MASK_LONG"),
-    Bug("forward_sm80.cu", "no second look", "careful = true, begin();", "careful = true;", "MASK"),
+    Bug("forward_sm80.cu", "no second look", "begin(), attend(Switch<true>{});", "attend(Switch<true>{});", "MASK"),
     Bug("backward_sm80.cu", "bounds forgotten", "if (next_bounded) hide_unseen(mask_bits, block);", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "wrong head", "(mask_head = b.head)", "(mask_head = b.head) * 0", "BACKWARD_MASK_OF_HEADS"),
     Bug("backward_sm80.cu", "stale mask", "else next_mask_bits.fill(~0u);", "", "BACKWARD_MASK_LONG"),
@@ -474,9 +510,13 @@ BUGS = [
     Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "BACKWARD_SCORES"),
     Bug("scores.cuh", "missing magnitude", "fabsf(distance + ", "(distance + ", "SCORES"),
     Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
-    Bug("scores.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
-    Bug("scores.cuh", "wrong half", "(upper ? word : word << 16)", "(upper ? word << 16 : word)", "DROPOUT"),
-    Bug("scores.cuh", "wrong lanes", "odd ? even_key : odd_key, 4)", "odd ? even_key : odd_key, 8)", "BACKWARD_DROPOUT"),
+    Bug("dropout.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
+    Bug("dropout.cuh", "wrong half", "word << 17 < dropout.share << 17", "word << 1 < dropout.share << 17", "FP32_DROPOUT"),
+    Bug("dropout.cuh", "wrong pair", "second ? words[m / 2].z :", "second ? words[m / 2].x :", "DROPOUT"),
+    Bug("dropout.cuh", "swapped rows", "multiplier(lower, e & 1, k & 1, e >> 1)", "multiplier(lower, e >> 1, k & 1, e & 1)", "DROPOUT"),
+    Bug("dropout.cuh", "wrong half", "j & 1 ? 1 : 17", "j & 1 ? 17 : 1", "BACKWARD_DROPOUT"),
+    Bug("dropout.cuh", "wrong rows", "kM == 1 ? i >> 4 & 1 : m & 1", "m & 1", "DROPOUT_RARELY_KEPT"),
+    Bug("dropout.cuh", "wrong side", "rare ? ~0u : 0u", "~0u", "DROPOUT_RARELY_KEPT"),
     Bug("scores.cuh", "beyond its range", "kSmallTanh = 0.4f", "kSmallTanh = 400.f", "SCORES"),
     Bug("scores.cuh", "wrong polynomial", "first * square * kTanh3", "first * kTanh3", "SMALL_SCORES"),
     # sequences
@@ -501,6 +541,7 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // P^T and", "// P^T and", "BACKWARD_SPLIT"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
+    Bug("backward_sm80.cu", "no zeros", "store_packed(ds_smem, key_warp, query_warp / 16, none);", "", "BACKWARD_PASSED_OVER"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
     Bug("backward_sm80.cu", "wrong columns", "pair * kDqWarpsN + dq_n)", "dq_n)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
@@ -514,7 +555,7 @@ BUGS = [
     Bug("backward_sm80.cu", "logsumexp base", "row_logsumexp = logsumexp * kLog2e", "row_logsumexp = logsumexp", "BACKWARD"),
     Bug("backward_sm80.cu", "head mapping", "head = position.head * group + block.head", "head = position.head + block.head * p.num_heads_kv", "BACKWARD"),
     Bug("backward_sm80.cu", "missing derivative", "dp *= derivative;", "", "BACKWARD_SCORES"),
-    Bug("backward_sm80.cu", "dropout of dp", "dp = keep ? dp * dropout.keep : 0.f;", "", "BACKWARD_DROPOUT"),
+    Bug("backward_sm80.cu", "dropout of dp", "dp = kept * dp -", "dp = s * dp -", "BACKWARD_DROPOUT"),
     Bug("backward_sm80.cu", "masked NaN", "dp = visible ? dp : 0.f;", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "swapped stage", "load_queries(next, stage ^ 1)", "load_queries(next, stage)", "BACKWARD"),
     Bug("backward_delta.cu", "missing dlogsumexp", "if (p.dlogsumexp) sum -=", "if (false) sum -=", "BACKWARD"),
@@ -550,41 +591,61 @@ BUGS = [
     Bug("bias.cuh", "half a bias", "kIsFp32 || kWideBias", "kWideBias", "FP32_MASK"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<1>();", "", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "early release", "wgmma_wait<1>();\n      pin(s_frag);\n      release(rings.k);", "release(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "early release", "wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P\n      pin(s_frag);\n      release(rings.k);", "release(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "missing rescale", "if (grew) scale_rows(o_frag, factor);", "", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped barrier", "sync_warp();  // staged", "// staged", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "lost proxy fence", "fence_proxy_async();  // O was", "// O was", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "lost last rows", "  }\n  store_staged();\n}", "  }\n}", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "wrong first row", "kBlockM - s.q_length) / 64 * 64 : 0;", "kBlockM - s.q_length) / 64 * 64 + 64 : 0;", "HOPPER_CAUSAL"),
+    Bug("forward_sm90.cu", "rows before the first", "if (first_row >= 0)\n      store_warp_rows(", "store_warp_rows(", "HOPPER_CAUSAL"),
+    Bug("forward_sm90.cu", "Q of another warpgroup", "rings.work.position * kConsumers + consumer;", "rings.work.position * kConsumers;", "HOPPER_FORWARD"),
+    Bug("tile_sm90.cuh", "wrong row", "mine = row + (lane & 15);", "mine = row + (lane & 7);", "HOPPER_FORWARD"),
+    Bug("tile_sm90.cuh", "past the end", "if (row < row_end && slab * 64 + column < head_dim)", "if (slab * 64 + column < head_dim)", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong step", "k / 4 * kSlabBytes + k % 4 * 32", "k / 4 * kSlabBytes + k % 4 * 16", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong phase", "parity() ^ 1); }  // a fresh", "parity()); }  // a fresh", "HOPPER_FORWARD"),
     Bug("backward_sm90.cu", "dropped fence", "fence_proxy_async();", "", "HOPPER_BACKWARD"),
-    Bug("backward_sm90.cu", "missing scale", "store_gradient(dk_frag, p.softmax_scale", "store_gradient(dk_frag, 1.f", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cu", "missing scale", "store_gradient(p, dk_frag, p.softmax_scale", "store_gradient(p, dk_frag, 1.f", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cu", "dropped wait", "else if (lane == 0) bulk_wait_read<0>();", "", "HOPPER_BACKWARD"),
-    Bug("backward_sm90.cu", "dropped turn", "await_turn(p, walk.record, turns_before(s, n_block, walk.m_block));", "", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cu", "dropped turn", "await_turn(p, walk.record, turns_before(s, task.n_block, walk.m_block));", "", "HOPPER_ORDERED"),
     Bug("backward_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDqFull, warpgroup), step >> 1 & 1);", "", "HOPPER_ORDERED"),
     Bug("backward_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDqEmpty, warpgroup), (dq_step >> 1 & 1) ^ 1);", "{}", "HOPPER_ORDERED"),
     Bug("backward_sm90.cu", "wrong warpgroup", "const int warpgroup = (step & 1) ^ 1;", "const int warpgroup = step & 1;", "HOPPER_ORDERED"),
-    Bug("backward_sm90.cuh", "one key block for all", "atomic_add_global((u32*)p.dq_turns, 1)", "atomic_add_global((u32*)p.dq_turns, 0)", "HOPPER_ORDERED"),
+    Bug("backward_sm90.cuh", "lost tile", "u32 index = kDeterministic ? take() : block_index();", "u32 index = take();", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cuh", "dropped wait", "mbarrier_wait(smem.barrier(kKeysEmpty), parity);", "", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cuh", "wrong head", "at.head / p.splits, at.head % p.splits", "at.head % p.splits, at.head % p.splits", "HOPPER_SHARED"),
+    Bug("backward_sm90.cuh", "wrong share", "task.kv_head * p.splits + task.split)", "task.kv_head + task.split)", "HOPPER_SHARED"),
+    Bug("backward_sm90.cuh", "tile too many", "p.num_heads_kv * p.splits; }", "p.num_heads_q; }", "HOPPER_SHARED"),
+    Bug("backward_sm90.cuh", "overwritten sum", "red_add_global(sums + i * 128,", "st_global((F32x4*)(sums + i * 128),", "HOPPER_SHARED"),
+    Bug("backward_sm90.cu", "early release", "const KeyTask here = task_of(p, uniform(smem.tile()));\n    arrive(smem.barrier(kKeysEmpty));", "arrive(smem.barrier(kKeysEmpty));\n    const KeyTask here = task_of(p, uniform(smem.tile()));", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cuh", "dropped turn", "while (uniform(ld_acquire_global(adders_of(p, record)))", "while (false && uniform(ld_acquire_global(adders_of(p, record)))", "HOPPER_SHARED_ORDERED"),
+    Bug("backward_sm90.cuh", "turn passed before its sums", "sync_warp();     // the warp's", "// the warp's", "HOPPER_SHARED_ORDERED"),
+    Bug("workspace_sm90.cuh", "wrong record", "(first + n_block) * p.num_heads_kv + kv_head", "(first + n_block) + kv_head", "HOPPER_SHARED"),
+    Bug("backward_prepare_sm90.cu", "not zeroed", "i < 2 * kKeyFloats / 4", "i < kKeyFloats / 4", "HOPPER_SHARED"),
+    Bug("backward_finish_sm90.cu", "dk for dv", "of_v ? dv_sums(p, record) : dk_sums(p, record)", "of_v ? dk_sums(p, record) : dv_sums(p, record)", "HOPPER_SHARED"),
+    Bug("backward_finish_sm90.cu", "wrong rows", "tile = index % kTiles", "tile = 0", "HOPPER_SHARED"),
     Bug("backward_sm90.cu", "added too late", "bulk_wait<0>();", "bulk_wait<1>();", "HOPPER_ORDERED"),
     # Hopper, head dims 192 and 256
     Bug("backward_wide_sm90.cu", "dropped wait", "wait(kQFull, step);                                             // read after write: Q and", "// Q and", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped wait", "wait(kDsFull, step - 1); ", "", "WIDE"),
-    Bug("backward_wide_sm90.cu", "dropped wait", "wgmma_wait<1>();\n      pin(dq_frag);", "pin(dq_frag);", "WIDE"),
-    Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPFull), step & 1);", "", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "wgmma_wait<1>();\n        pin(dq_frag);", "pin(dq_frag);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPFull), step & 1); ", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped wait", "mbarrier_wait(smem.barrier(kDsEmpty, stage), (step >> 1 & 1) ^ 1);", "", "WIDE"),
     Bug("backward_sm90.cuh", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong parity", "mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);", "mbarrier_wait(smem.barrier(kPEmpty), step & 1);", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong parity", "step & 1), step >> 1 & 1); };", "step & 1), step & 1); };", "WIDE_CAUSAL"),
-    Bug("backward_wide_sm90.cu", "early release", "multiply(p_frag, smem.dout(stage).operand());\n      arrive(smem.barrier(kDoutEmpty, stage));", "arrive(smem.barrier(kDoutEmpty, stage));\n      multiply(p_frag, smem.dout(stage).operand());", "WIDE"),
-    Bug("backward_wide_sm90.cu", "early release", "sync_warp();\n    if (lane == 0) mbarrier_arrive(at);", "if (lane == 0) mbarrier_arrive(at);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "early release", "multiply(p_frag, smem.dout(stage).operand());\n        arrive(smem.barrier(kDoutEmpty, stage));", "arrive(smem.barrier(kDoutEmpty, stage));\n        multiply(p_frag, smem.dout(stage).operand());", "WIDE"),
+    Bug("backward_sm90.cuh", "early release", "kWarpArrivals = 32;", "kWarpArrivals = 31;", "WIDE"),
     Bug("backward_wide_sm90.cu", "lost proxy fence", "fence_proxy_async();", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong adders", "kTurns ? 1 : 2;", "kTurns ? 2 : 1;", "WIDE"),
     Bug("backward_wide_sm90.cu", "wrong columns", "column / 8 * 128 + lane * 4", "lane * 4", "WIDE"),
     Bug("backward_wide_sm90.cu", "overwritten sum", "red_add_global(dq + i * 128, F32x4{", "st_global((F32x4*)(dq + i * 128), F32x4{", "WIDE_CAUSAL"),
-    Bug("backward_wide_sm90.cu", "lost step", "else {\n      wgmma_fence();\n      issue_multiply<QueryTile>(gradient, a_frag, b);\n    }", "", "WIDE_CAUSAL"),
+    Bug("backward_wide_sm90.cu", "lost step", "else {\n        wgmma_fence();\n        issue_multiply<QueryTile>(gradient, a_frag, b);\n      }", "", "WIDE_CAUSAL"),
     Bug("backward_wide_sm90.cu", "lost last step", "if (!dq_is_due()) return;", "return;", "WIDE_CAUSAL"),
     Bug("backward_wide_sm90.cu", "stale record", "previous = walk.record;", "", "WIDE"),
-    Bug("backward_wide_sm90.cu", "missing scale", "store_gradient(gradient, p.softmax_scale,", "store_gradient(gradient, 1.f,", "WIDE"),
+    Bug("backward_wide_sm90.cu", "missing scale", "store_gradient(p, gradient, p.softmax_scale,", "store_gradient(p, gradient, 1.f,", "WIDE"),
     Bug("backward_wide_sm90.cu", "swapped statistics", "probabilities(s_frag, p_frag, logsumexp, scores);", "probabilities(s_frag, p_frag, (float (&)[kBlockM / 4])s_frag, scores);", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped turn", "if (warp == 0 && lane == 0) await_turn(", "if (false) await_turn(", "WIDE_ORDERED"),
     Bug("backward_wide_sm90.cu", "dropped barrier", "barrier_sync(1 + warpgroup, 128);                               // our turn", "// our turn", "WIDE_ORDERED"),
@@ -594,10 +655,10 @@ BUGS = [
     Bug("backward_sm90.cuh", "off by one, right", "first = first_key - s.diagonal - right;", "first = first_key - s.diagonal - right + 1;", "WIDE_CAUSAL"),
     Bug("backward_sm90.cuh", "off by one, left", "span = (u32)left + (u32)right;", "span = (u32)left + (u32)right - 1;", "WIDE_WINDOW"),
     Bug("backward_sm90.cuh", "off by one, unmasked", "i >= first + 63 &&", "i >= first + 62 &&", "WIDE_WINDOW"),
-    Bug("backward_sm90.cuh", "head mapping", "head = kv_head * group;", "head = kv_head;", "WIDE_HEADS"),
+    Bug("backward_sm90.cuh", "head mapping", "head = (task.kv_head * p.splits + task.split) * p.split_heads;", "head = task.kv_head * p.splits + task.split;", "WIDE_HEADS"),
     Bug("backward_sm90.cuh", "stuck head", "      ++head;\n", "", "WIDE"),
     Bug("backward_sm90.cuh", "wrong record", "(m_blocks.end - m_blocks.begin) * heads - 1;", "(m_blocks.end - m_blocks.begin) * heads;", "WIDE"),
-    Bug("backward_sm90.cuh", "wrong parity", "(dout_step >> 1 & 1) ^ 1)", "dout_step >> 1 & 1)", "WIDE"),
+    Bug("backward_sm90.cuh", "wrong parity", "parity = (step >> 1 & 1) ^ 1;", "parity = step >> 1 & 1;", "WIDE"),
     Bug("backward_sm90.cuh", "start of a sequence", "(int)start + length, kRaggedRows}", "length, kRaggedRows}", "HOPPER_VARLEN"),
     Bug("backward_sm90.cuh", "rows of another sequence", "if (ragged) return {kRaggedRows - length,", "if (ragged) return {kRaggedRows - length - 1,", "HOPPER_VARLEN"),
     # before and after
@@ -611,10 +672,10 @@ BUGS = [
     Bug("backward_prepare_sm90.cu", "past the end", "i < sequence.q_length && chunk * 8 <", "chunk * 8 <", "HOPPER_BACKWARD"),
     Bug("backward_prepare_sm90.cu", "logsumexp base", "logsumexp * kLog2e", "logsumexp", "HOPPER_BACKWARD"),
     Bug("backward_prepare_sm90.cu", "sign", "? -delta : 0.f", "? delta : 0.f", "HOPPER_BACKWARD"),
-    Bug("backward_finish_sm90.cu", "missing scale", "acc[4 * i + 3] = sum.w * p.softmax_scale;", "acc[4 * i + 3] = sum.w;", "HOPPER_BACKWARD"),
+    Bug("backward_finish_sm90.cu", "missing scale", "acc[4 * i + 3] = sum.w * scale;", "acc[4 * i + 3] = sum.w;", "HOPPER_BACKWARD"),
     Bug("backward_finish_sm90.cu", "wrong warp", "(warp_index() * kDqTiles + tile)", "(tile * 4 + warp_index() ^ 1)", "HOPPER_BACKWARD"),
-    Bug("backward_finish_sm90.cu", "unwritten tail", "store_accumulators(dq, row, sequence.q_length,", "store_accumulators(dq, row, sequence.q_length - 1,", "WIDE"),
-    Bug("backward_finish_sm90.cu", "written past the end", "store_accumulators(dq, row, sequence.q_length,", "store_accumulators(dq, row, sequence.q_length + 1,", "HOPPER_VARLEN"),
+    Bug("backward_finish_sm90.cu", "unwritten tail", "first + tile * 64, sequence.q_length,", "first + tile * 64, sequence.q_length - 1,", "WIDE"),
+    Bug("backward_finish_sm90.cu", "written past the end", "first + tile * 64, sequence.q_length,", "first + tile * 64, sequence.q_length + 1,", "HOPPER_VARLEN"),
 ]  # fmt: skip
 
 

@@ -172,6 +172,16 @@ def test_torchs_encoder_fast_path_is_seen_inside_its_one_operator(padded):
     assert {row.family for row in report.rows} == {"sdpa_flash_cpu"}
 
 
+def test_a_window_given_as_numbers_is_shown():
+    model = BY_NAME["gemma2"].model("sdpa")
+    with flashpatch.apply(model):
+        report = traced(model, ids())
+    assert {row.mask for row in report.rows} == {"causal", "causal window of 4"} and codes(report, "wrong") == set()
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    options = {"window_size": (3, 2), "on_decline": "fallback"}
+    assert traced(flashpatch.attention, q, k, v, **options).rows[0].mask == "window of 3 before, 2 after"
+
+
 def test_what_is_no_attention_is_not_reported():
     """A router's softmax, a linear attention, a loss."""
     x, experts = noise(2, 8, 16), torch.nn.Linear(16, 4)
@@ -502,6 +512,42 @@ def test_healthy_models_raise_no_alarm(tiny):
     # a window or a chunk is a mask, and a mask expands the heads: true, and not this model's fault
     assert codes(report) <= ({"heads_expanded"} if tiny.name in WINDOWED else set()), report.findings
     assert {row.family for row in report.rows} == {"sdpa_flash_cpu"}
+
+
+def test_a_cap_on_the_last_logits_is_none_on_the_scores():
+    sizes = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
+    config = transformers.RecurrentGemmaConfig(**sizes, lru_width=32, head_dim=16, attention_window_size=8)
+    assert config.logits_soft_cap
+    report = traced(transformers.RecurrentGemmaForCausalLM(config).eval(), ids())
+    assert len(report.rows) == 1 and codes(report, "wrong") == set()
+
+
+def test_two_masks_on_the_same_scores_count_together():
+    """A window by `where` and then a causal mask by addition, as GPT-Neo; documents hidden before a causal mask."""
+    i, j = torch.arange(64)[:, None], torch.arange(64)[None]
+    lowest = torch.finfo(torch.float32).min
+    causal = torch.zeros(64, 64).masked_fill(j > i, lowest)
+
+    def windowed(q, k, v):
+        scores = torch.where(j > i - 4, q @ k.mT, lowest) + causal
+        return scores.softmax(-1) @ v
+
+    assert traced(windowed, *qkv()).rows[0].mask == "causal window of 4"
+
+    class Packed(torch.nn.Module):
+        def forward(self, q, k, v, position_ids):
+            scores = (q @ k.mT).masked_fill((i < 32) != (j < 32), lowest) + causal
+            return scores.softmax(-1) @ v
+
+    positions = torch.arange(32).repeat(2)[None].expand(2, -1)
+    report = traced(Packed(), *qkv(), position_ids=positions)
+    assert codes(report, "wrong") == set() and report.rows[0].mask == "causal, an interval of keys per row"
 
 
 def test_padding_and_left_padded_positions_are_no_packed_documents():

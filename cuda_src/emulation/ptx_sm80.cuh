@@ -130,6 +130,12 @@ DEVICE float rcp_approx(float x) { return 1.0f / x; }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float minimum(float a, float b) { return fminf(a, b); }
 DEVICE float tanh_approx(float x) { return __builtin_tanhf(x); }
+DEVICE u32 abs_f16x2(u32 pair) { return pair & 0x7fff7fffu; }
+DEVICE u32 set_lt_f16x2(u32 a, u32 b) {
+  const bool low = emulation::widen<false>(a & 0xffffu) < emulation::widen<false>(b & 0xffffu);
+  const bool high = emulation::widen<false>(a >> 16) < emulation::widen<false>(b >> 16);
+  return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
+}
 DEVICE u32 round_tf32(float x) { return emulation::float_to_tf32(x); }
 #ifndef WORDS_OF_SM75
 template <bool kIsBf16> DEVICE u32 pack(float low, float high) {

@@ -78,7 +78,7 @@ template <int kPending> DEVICE void wgmma_wait(SITE) { emulation::wgmma_wait(kPe
 // Holds back an optimiser that does not know wgmma; here the wait is a call like any other.
 template <int kCount> DEVICE void pin(float (&)[kCount]) {}
 template <int kCount> DEVICE void pin(u32 (&)[kCount]) {}
-DEVICE void hold(float, u32) {}
+DEVICE void st_global_16(U32x4* pointer, U32x4 v) { st_global(pointer, v); }
 
 template <int N, bool kIsBf16, bool kTransA, bool kTransB>
 DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, bool accumulate, SITE) {

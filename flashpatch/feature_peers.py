@@ -1,0 +1,141 @@
+"""What users have for a feature today: SDPA's efficient backend, compiled FlexAttention and eager attention.
+
+Each gives one callable that runs a forward, or a backward through a graph it keeps, on tensors [batch, seqlen, heads,
+head_dim] and a Call; None where it has no such feature, or needs the lengths of sequences on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .call import Call
+
+
+def sdpa_efficient(q, k, v, call: Call, direction: str) -> Callable | None:
+    """With a mask or a bias in the dtype of q, and without any."""
+    biased = call.bias is not None and call.bias.dtype == q.dtype and not call.bias_gradient
+    if not (call.mask is not None or biased or (_is_plain(call) and q.shape[-2] == k.shape[-2])):
+        return None
+    added = call.mask if call.mask is not None else call.bias
+
+    def attend(q, k, v):
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=call.softmax_scale)
+
+    return _run(attend, q, k, v, direction)
+
+
+def flex(q, k, v, call: Call, direction: str) -> Callable | None:
+    """torch.compile(flex_attention) with a block mask for windows and masks, and a score_mod for softcap and ALiBi."""
+    if _is_packed(call) or call.dropout_p or call.sinks is not None or call.bias is not None or call.deterministic:
+        return None
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    left, right, mask, ranges = call.window_left, call.window_right, call.mask, call.key_ranges
+    softcap, slopes = call.softcap, call.alibi_slopes
+
+    def visible(b, h, i, j):
+        seen = j >= 0
+        if left >= 0:
+            seen = seen & (j >= i - left)
+        if right >= 0:
+            seen = seen & (j <= i + right)
+        if mask is not None:
+            seen = seen & mask[b, h, i, j]
+        if ranges is not None:
+            seen = seen & (j >= ranges[b, i, 0]) & (j < ranges[b, i, 1])
+        return seen
+
+    def score(x, b, h, i, j):
+        if softcap > 0:
+            x = softcap * torch.tanh(x / softcap)
+        if slopes is not None:
+            x = x - slopes[b, h] * (i - j).abs()
+        return x
+
+    blocks = None
+    if left >= 0 or right >= 0 or mask is not None or ranges is not None:
+        batch, heads = (q.shape[0] if ranges is not None else None), None
+        if mask is not None:  # one block mask where all rows and heads have the same
+            batch, heads = (
+                size if stride else None for size, stride in zip(mask.shape[:2], mask.stride()[:2], strict=True)
+            )
+        blocks = create_block_mask(visible, batch, heads, q.shape[1], k.shape[1], device=q.device)
+    changes = softcap > 0 or slopes is not None
+    torch.compiler.reset()  # what is compiled is found by its code, which all features share, and only a few are kept
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q, k, v):
+        gqa = q.shape[1] != k.shape[1]
+        score_mod = score if changes else None
+        return compiled(q, k, v, score_mod=score_mod, block_mask=blocks, scale=call.softmax_scale, enable_gqa=gqa)
+
+    return _run(attend, q, k, v, direction)
+
+
+def eager(q, k, v, call: Call, direction: str) -> Callable | None:
+    """As transformers' eager attention: the whole score matrix, one additive mask, softmax in fp32."""
+    if _is_packed(call) or call.deterministic:
+        return None
+    i = torch.arange(q.shape[1], device=q.device)[:, None]
+    j = torch.arange(k.shape[1], device=q.device)
+    visible = torch.ones_like(i + j, dtype=torch.bool)
+    if call.window_left >= 0:
+        visible &= j >= i - call.window_left
+    if call.window_right >= 0:
+        visible &= j <= i + call.window_right
+    if call.key_ranges is not None:
+        first, end = call.key_ranges[:, None, :, :1], call.key_ranges[:, None, :, 1:]
+        visible = visible & (j >= first) & (j < end)
+    if call.mask is not None:
+        visible = visible & call.mask
+    added = None
+    if not _is_plain(call) and not visible.all():
+        added = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
+    if call.alibi_slopes is not None:
+        added = -(call.alibi_slopes[:, :, None, None] * (i - j).abs()).to(q.dtype)
+    if call.bias is not None:
+        added = call.bias
+    group = q.shape[-2] // k.shape[-2]
+
+    def attend(q, k, v):
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = q @ k.transpose(2, 3) * call.softmax_scale
+        if call.softcap > 0:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        if added is not None:
+            scores = scores + added
+        if call.sinks is not None:
+            sinks = call.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        p = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
+        return F.dropout(p, call.dropout_p) @ v
+
+    return _run(attend, q, k, v, direction)
+
+
+PEERS = {"sdpa_efficient": sdpa_efficient, "flex": flex, "eager": eager}
+
+
+def _is_packed(call: Call) -> bool:
+    return call.cu_seqlens_q is not None or call.seqused_k is not None
+
+
+def _is_plain(call: Call) -> bool:
+    """Nothing is asked beyond softmax(q k^T) v."""
+    nothing = (call.mask, call.bias, call.alibi_slopes, call.sinks, call.key_ranges, call.cu_seqlens_q, call.seqused_k)
+    asked = call.softcap or call.dropout_p or call.deterministic or max(call.window_left, call.window_right) >= 0
+    return not asked and all(x is None for x in nothing)
+
+
+def _run(attend, q, k, v, direction: str) -> Callable:
+    q, k, v = (tensor.transpose(1, 2).detach().requires_grad_(direction == "backward") for tensor in (q, k, v))
+    if direction == "forward":
+        return lambda: torch.no_grad()(attend)(q, k, v)
+    out = attend(q, k, v)
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
