@@ -167,6 +167,9 @@ def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None, conf
     )  # fmt: skip
 
 
+UNDONE = "an earlier patch of this model was restored, which unpatched it; flashpatch.apply(model) patches it again"
+
+
 class Patch:
     """A patched model. `report` says what ran; `restore()` (or leaving `with`) puts everything back as it was."""
 
@@ -177,19 +180,34 @@ class Patch:
         self._tags = tags  # (module, our tag, tag before)
         self._handles = handles  # of the hooks on modules whose attention is read
         self._masks_before = counting.counts(interface.model_code).mask_materialised
-        self.active = True
+        self._restored = False
+
+    @property
+    def undone(self) -> bool:
+        """Whether restoring an earlier patch of the same modules has unpatched them beneath this one."""
+        dead = bool(self._tags) and all(
+            not tag.alive or (before is not None and not before.alive) for _, tag, before in self._tags
+        )
+        return dead and not self._restored
+
+    @property
+    def active(self) -> bool:
+        return not (self._restored or self.undone)
 
     @property
     def report(self) -> PatchReport:
         rows = [_row(*entry[:4], entry[4] if self.active else None) for entry in self._entries]
+        if self.undone:
+            for row in rows:
+                row.reasons.insert(0, ("undone", UNDONE))
         made = counting.counts(interface.model_code).mask_materialised - self._masks_before
         return PatchReport(type(self.model).__name__, rows, made)
 
     def restore(self) -> None:
         """Undo this patch and nothing else: what somebody has changed since then is left alone."""
-        if not self.active:
+        if self._restored:
             return
-        self.active = False
+        self._restored = True
         _put_back(self._configs, self._tags, self._handles)
 
     def __enter__(self) -> Patch:
@@ -199,7 +217,7 @@ class Patch:
         self.restore()
 
     def __repr__(self) -> str:
-        state = "active" if self.active else "restored"
+        state = "restored" if self._restored else "undone by restoring an earlier patch" if self.undone else "active"
         switched = sum(entry[2] is not None for entry in self._entries)
         return f"<Patch of {type(self.model).__name__}: {switched} of {len(self._entries)} attention modules, {state}>"
 
@@ -212,7 +230,10 @@ def _put_back(configs, tags, handles) -> None:
             config._attn_implementation_internal = before
     for module, tag, before in tags:
         tag.alive = False
-        if getattr(module, "_flashpatch", None) is tag:
+        current = getattr(module, "_flashpatch", None)
+        if current is not None and current is not tag:
+            current.alive = False  # a later patch: it has nothing to stand on now
+        if current is tag:
             if before is not None and before.alive:
                 module._flashpatch = before
             else:
@@ -223,7 +244,8 @@ def apply(model: torch.nn.Module, *, strict: bool | None = None) -> Patch:
     """Send a transformers model's attention through flashpatch, in place and without touching its weights.
 
     `strict=True` makes any decline an error for this model (`FLASHPATCH_STRICT=1` for all). Either every reachable
-    attention module is switched over or, after an error, none. Models that compute attention themselves are left
+    attention module is switched over or, after an error, none. A layer that is called by itself with
+    `attention_mask=None` computes full attention, as eager does; sdpa would be causal there: pass a mask. Models that compute attention themselves are left
     untouched, and the report says so per module.
     """
     interface.register()
@@ -252,7 +274,8 @@ def apply(model: torch.nn.Module, *, strict: bool | None = None) -> Patch:
             tag = None
             if obstacle is None:
                 before = getattr(module, "_flashpatch", None)
-                if read and (before is None or not before.alive):
+                before = before if before is not None and before.alive else None
+                if read and before is None:
                     handles += inlined.attach(module)
                 tag = tagging.tag_module(module, path or type(module).__name__, strict, tagging.parents_of(model, path))
                 tags.append((module, tag, before))

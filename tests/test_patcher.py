@@ -403,6 +403,18 @@ def test_restoring_out_of_order_leaves_the_model_unpatched():
     assert state_of(model) == before
 
 
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_patch_whose_earlier_one_was_restored_says_so(name):
+    tiny = BY_NAME[name]
+    model = tiny.model()
+    outer, inner = patcher.apply(model), patcher.apply(model)
+    outer.restore()
+    assert not inner.active and "undone" in repr(inner) and inner.report.rows[0].reasons[0][0] == "undone"
+    with patcher.apply(model) as again:
+        output(model, tiny.inputs())
+        assert again.active and again.report.rows[0].calls == 1 and not inner.active
+
+
 def test_copies_and_pickles_count_apart():
     model = BY_NAME["llama"].model()
     with patcher.apply(model) as patch:
