@@ -245,8 +245,8 @@ def apply(model: torch.nn.Module, *, strict: bool | None = None) -> Patch:
 
     `strict=True` makes any decline an error for this model (`FLASHPATCH_STRICT=1` for all). Either every reachable
     attention module is switched over or, after an error, none. A layer that is called by itself with
-    `attention_mask=None` computes full attention, as eager does; sdpa would be causal there: pass a mask. Models that compute attention themselves are left
-    untouched, and the report says so per module.
+    `attention_mask=None` computes full attention, as eager does; sdpa would be causal there: pass a mask.
+    Models that compute attention themselves are left untouched, and the report says so per module.
     """
     interface.register()
     pretrained = _pretrained()
