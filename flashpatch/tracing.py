@@ -37,6 +37,8 @@ from .observations import Call, Facts
 from .profiles import ProfileReport
 from .trace_report import Attention, TraceReport
 
+UNREADABLE = "a call ran that the trace could not read"
+
 # ---- watching ----
 
 
@@ -356,16 +358,26 @@ class Trace:
         inner = 0.0
         handle = getattr(self, f"_on_{category}")
         watching = category != "other" or self._tracker.tags
-        prepared = handle(function, args, kwargs) if watching and category in ("matmul", "attention") else None
+        prepared = None
+        if watching and category in ("matmul", "attention"):
+            prepared = self._read(handle, function, args, kwargs)
         ran = time.perf_counter()
         out = function(*args, **kwargs)
         inner = time.perf_counter() - ran
         if prepared is not None:
-            prepared(out)
+            self._read(prepared, out)
         elif watching and category not in ("matmul", "attention"):
-            handle(function, args, out)
+            self._read(handle, function, args, out)
         self._overhead += time.perf_counter() - began - inner
         return out
+
+    def _read(self, reading, *arguments):
+        """What is watched must run as it does unwatched: a call that cannot be read is said, not raised."""
+        try:
+            return reading(*arguments)
+        except Exception as error:
+            self._statements[f"{UNREADABLE} ({type(error).__name__}: {error}): worth an issue"] = None
+            return None
 
     def _composite(self, mode, function, args, kwargs):
         """An operator that torch spells out in others; under inference_mode it arrives here whole."""
@@ -545,8 +557,9 @@ class Trace:
             call.dtype = module_reading.word(asked.q.dtype)
             if asked.k.dim() == 4:
                 call.q, call.k, call.v = (tuple(tensor.shape) for tensor in (asked.q, asked.k, asked.v))
-            if family in ("sdpa_math", "sdpa_efficient") and asked.k.shape[-3] != asked.q.shape[-3]:
-                call.expanded = asked.q.shape[-3] // max(1, asked.k.shape[-3])
+            heads, heads_kv = ((1, *tensor.shape[:-2])[-1] for tensor in (asked.q, asked.k))  # of 2-D tensors: one
+            if family in ("sdpa_math", "sdpa_efficient") and heads_kv != heads:
+                call.expanded = heads // max(1, heads_kv)
             if asked.dropout_p:
                 call.features.add("dropout")
             call.refused = self._why_not(asked, family)

@@ -18,7 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 import flashpatch
-from flashpatch import families, findings, mask_kinds, profiles
+from flashpatch import families, findings, mask_kinds, operator_reading, profiles
+from flashpatch.tracing import UNREADABLE
 
 
 def qkv(heads=4, heads_kv=None, seqlen=64, dtype=torch.float32, head_dim=16):
@@ -30,6 +31,7 @@ def qkv(heads=4, heads_kv=None, seqlen=64, dtype=torch.float32, head_dim=16):
 def traced(function, *arguments, **keywords):
     with flashpatch.trace() as t:
         function(*arguments, **keywords)
+    assert not [text for text in t.report.statements if UNREADABLE in text]
     return t.report
 
 
@@ -57,6 +59,32 @@ def test_the_tutorial_snippet_does_not_run_flash_attention():
     assert row.family == "sdpa_flash_cpu" and row.dtype == "float32"
     assert "takes float16 and bfloat16, not float32" in row.forecast
     assert traced(sdpa, *(x.bfloat16() for x in (q, k, v))).rows[0].forecast == ""
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8), (2, 2, 3, 5, 8)], ids=lambda shape: f"{len(shape)}-D"
+)
+def test_tensors_of_any_rank_are_read(shape):
+    q, k, v = (noise(*shape).requires_grad_() for _ in range(3))
+    for mask in (None, torch.ones(5, 5, dtype=torch.bool).tril()):
+        report = traced(lambda mask=mask: sdpa(q, k, v, attn_mask=mask).sum().backward())
+        assert [tuple(row.q[-2:]) for row in report.rows] == [(5, 8)], mask
+    assert traced(spelled_out, q, k, v).rows[0].family == "eager"
+
+
+def test_what_cannot_be_read_runs_all_the_same(monkeypatch):
+    """A trace around a user's program must not be what breaks it."""
+    q, k, v = qkv()
+    expected = F.scaled_dot_product_attention(q, k, v)
+
+    def broken(*arguments):
+        raise TypeError("an operator nobody foresaw")
+
+    monkeypatch.setattr(operator_reading, "pairs", broken)
+    with flashpatch.trace() as t:
+        found = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(found, expected)
+    assert "TypeError: an operator nobody foresaw" in " ".join(t.report.statements)
 
 
 # ---- every implementation ----
