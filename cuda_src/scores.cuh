@@ -50,7 +50,7 @@ DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float
 }
 
 // Softcap where tanh has an argument of at most kSmallTanh, without exp2 and reciprocal: c tanh(a x) as an odd polynomial in x,
-// the one of its degree that is nearest to tanh: absolute error 1.2e-6 c.
+// the one of its degree that is nearest to tanh: absolute error 1.2e-6 c, which 16-bit q and k hide and fp32 does not.
 constexpr float kSmallTanh = 0.4f, kTanh1 = 0.99997883f, kTanh3 = -0.33225415f, kTanh5 = 0.11942328f;
 struct Cap {
   float c1, c3, c5;  // c5 > 0: a hidden score stays -inf
@@ -75,7 +75,7 @@ template <int kM, int kN> DEVICE Cap cap_of(float (&s_frag)[kM][kN][4], const Sc
       for (int e = 0; e < 4; e += 2)
         largest = maximum(largest, (fabsf(s_frag[m][n][e]) + fabsf(s_frag[m][n][e + 1])) +
                                        (fabsf(s_frag[m][n + 1][e]) + fabsf(s_frag[m][n + 1][e + 1])));
-  if (vote_all(largest * argument <= kSmallTanh)) return {first * kTanh1, first * square * kTanh3, first * square * square * kTanh5};
+  if (!kIsFp32 && vote_all(largest * argument <= kSmallTanh)) return {first * kTanh1, first * square * kTanh3, first * square * square * kTanh5};
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll

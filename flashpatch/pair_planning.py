@@ -49,6 +49,7 @@ class PairConfig:
     gradient_dim: int  # features of the gradient a CTA computes; 0 where there is none
 
     deterministic: ClassVar[bool] = False
+    tf32: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
