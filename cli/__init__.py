@@ -40,6 +40,6 @@ def main():
     """Exact tiled attention for existing models; every kernel that runs and every fallback named.
 
     Exit codes: 0 it holds. 1 a mismatch, a NaN or a failed kernel, named. 2 wrong usage. 3 something declined under
-    --strict, an attention module never called flashpatch, or nothing was verified. 4 the machine lacks something; the
-    message has the line to type.
+    --strict, an attention module never called flashpatch, a budget (--expect, --forbid, --max-declines) does not hold, or
+    nothing was verified. 4 the machine lacks something; the message has the line to type.
     """
