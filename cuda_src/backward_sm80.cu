@@ -315,6 +315,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
                 else visible = queries_of(sequence, j).holds(i);
                 s = visible ? s : 0.f;
                 dp = visible ? dp : 0.f;
+                if constexpr (kHasSoftcap) derivative = visible ? derivative : 0.f;  // NaN of a hidden key times 0 is NaN
               }
               dbias_frag[e] = dp;
               dp *= derivative;

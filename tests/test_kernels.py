@@ -158,6 +158,17 @@ def test_tf32_is_the_users_choice(monkeypatch):
     assert 2e-5 < error < 2e-3 and launches == {"forward_sm80 (TF32)": 1}
 
 
+def test_nan_of_a_hidden_key_stays_out_of_a_softcaps_gradient(monkeypatch):
+    """dS is 0 there, and the derivative of the cap NaN: their product is no gradient."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    q, k, v = (torch.randn(1, 3, 1, 32, generator=torch.Generator().manual_seed(seed)).half() for seed in range(3))
+    k[0, 1] = math.nan
+    mask = torch.tensor([True, False, True]).expand(1, 1, 3, 3)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    flashpatch.attention(*leaves, mask=mask, softcap=2.0).sum().backward()
+    assert q.grad.isfinite().all() and k.grad[0, [0, 2]].isfinite().all() and v.grad.isfinite().all()
+
+
 def test_a_softcap_is_exact_in_fp32(monkeypatch):
     """Not the polynomial that 16-bit inputs hide: of a cap of 50 that is off by 6e-5."""
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")

@@ -11,7 +11,7 @@ SCRIPT = """
 import sys
 import helper_beside_the_script
 import torch
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, XLNetConfig, XLNetModel
 
 print(sys.argv[1:], __name__)
 config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
@@ -19,6 +19,7 @@ ids = torch.randint(0, 50, (2, 9))
 LlamaForCausalLM(config)(ids, labels=ids).loss.backward()
 LlamaForCausalLM._from_config(config, attn_implementation="eager")(ids)
 BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2))(ids)
+XLNetModel(XLNetConfig(vocab_size=50, d_model=32, n_layer=1, n_head=2, d_inner=32))(ids)
 if sys.argv[-1] != "-x":
     sys.exit(int(sys.argv[-1]))
 raise KeyError("in the script")
@@ -43,13 +44,16 @@ def test_a_script_runs_as_it_is_and_the_report_names_what_ran(script, tmp_path):
     assert done.stdout == "['--lr', '7'] __main__\n"
     report = json.loads((tmp_path / "report.json").read_text())
     jsonschema.validate(report, json.loads(run("--json-schema").stdout))
-    (layer,) = report["layers"]
-    assert (layer["path"], layer["calls"]) == ("model.layers.0.self_attn", 1)
-    assert [reason.split(":")[0] for reason in layer["declines"]] == ["no_gpu"]
+    layers = {layer["path"]: layer for layer in report["layers"]}
+    assert {path: layer["calls"] for path, layer in layers.items()} == {
+        "model.layers.0.self_attn": 1,
+        "transformer.h.0.self_attention": 1,
+    }
+    assert all([reason.split(":")[0] for reason in layer["declines"]] == ["no_gpu"] for layer in layers.values())
     assert any(name.startswith("LlamaForCausalLM (eager)") for name in report["honoured"])
-    assert "BloomForCausalLM" in report["unreachable"]
+    assert report["unreachable"] == ["XLNetModel"]
     assert "model.layers.0.self_attn" in done.stderr
-    assert "BloomForCausalLM computes attention itself" in done.stderr
+    assert "XLNetModel computes attention itself" in done.stderr
 
 
 def test_a_script_that_raises_keeps_its_traceback_and_its_report(script):
