@@ -11,7 +11,7 @@ from . import rendering
 COLOURS = {"verified": ("#d3f2d9", "#1a7f37"), "compiled": ("#dbe9fb", "#2f6feb"), "fallback": ("#eeeeee", "#8a8a8a")}
 MEANINGS = {
     "verified": "ran on that generation and passed",
-    "compiled": "builds for it and passes in the emulator or on another generation, never ran there",
+    "compiled": "builds for it and passes in the emulator or on another generation, no run of it there is on record",
     "fallback": "no kernel: computed exactly by torch operators",
 }
 LEFT, CELL, ROW, GAP, MARGIN = 214, 236, 74, 6, 24

@@ -261,7 +261,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         multiply_transposed<kHeadDim / kMmaDepth>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
                                            right_first(q_smem(stage), query_warp + part * 8, 0));
         if constexpr (mask.kOn && (kHasBounds || kHasMask)) {
-          if (non_finite != 0) blot_out_rows(s_frag, non_finite);  // P and dS become NaN with S
+          if (non_finite != 0) blot_out<true>(s_frag, non_finite);  // P and dS become NaN with S
         }
         clear(dp_frag);
         multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },

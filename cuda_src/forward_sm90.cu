@@ -45,7 +45,7 @@ struct alignas(64) Work {
 };
 
 // Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
-// A Q stage holds one consumer's rows; there are as many as fit, for two tiles at most.
+// A Q stage holds one consumer's rows; there are as many as fit beside 512 bytes of rings and Work, for two tiles at most.
 constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes);
 constexpr int kQFitting = (227 * 1024 - 512 - kKeyBytes) / QTile::kBytes;
 constexpr int kQStages = kQFitting < 2 * kConsumers ? kQFitting : 2 * kConsumers;

@@ -126,15 +126,15 @@ DEVICE Span queries_of(const Sequence& s, int j) {
 // The bits of a boolean mask beside C fragments, where there is none.
 template <int kM> struct MaskBits {};
 
-// Scores of keys whose V was taken out of the product -> NaN.
-template <int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
+// Scores of keys that were taken out of a product -> NaN. Keys are bits, across a fragment's columns or down its rows.
+template <bool kKeysDown = false, int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (keys >> (2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
+        if (keys >> (kKeysDown ? 2 * m + (e >> 1) : 2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
 }
 
 // Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see by window, lengths and key_ranges -> -inf.
@@ -180,17 +180,6 @@ template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[e] += acc[m][n][e] * 0.f;
   return !(sum[0] + sum[1] + sum[2] + sum[3] == 0.f);
-}
-
-// The same where keys are down: bit 2 m + half.
-template <int kM, int kN> DEVICE void blot_out_rows(float (&s_frag)[kM][kN][4], u32 keys) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (keys >> (2 * m + (e >> 1)) & 1) s_frag[m][n][e] = not_a_number();
 }
 
 // Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns bit c where something of row

@@ -72,30 +72,33 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 // Steps unrolled where A comes from a tile: in fp32 there are many, of many instructions each.
 constexpr int kStepsAtATime = !kIsFp32 ? 64 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
 
-// B stored [n][k] (`b` from right_first): acc += A B^T in the tile's own terms; acc is 0 before.
-template <int kSteps, class T, int kM, int kN, class LoadA>
-DEVICE void multiply_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, Window16<T> b) {
-  if constexpr (kIsFp32) {
-    const auto load_b = [&](u32 (&b_frag)[4], int pair, int k) { ldmatrix_x4(b_frag, b.at(pair * 16, k * 2)); };
-    if constexpr (kSteps <= kLongestSum) multiply_tile<kSteps, kStepsAtATime>(acc, load_a, load_b);
-    else add_tiles<kSteps, kStepsAtATime>(acc, load_a, load_b);
-  } else {
+// 16 bits: acc += A B over all steps; load_b(b_frag, pair, k) fills the B fragments of a column pair.
+template <int kSteps, int kM, int kN, class LoadA, class LoadB>
+DEVICE void multiply_steps(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      u32 a_frag[kM][4];
-      load_a(a_frag, k);
+  for (int k = 0; k < kSteps; ++k) {
+    u32 a_frag[kM][4];
+    load_a(a_frag, k);
 #pragma unroll
-      for (int pair = 0; pair < kN / 2; ++pair) {
-        u32 b_frag[4];
-        ldmatrix_x4(b_frag, b.at(pair * 16, k * 2));
+    for (int pair = 0; pair < kN / 2; ++pair) {
+      u32 b_frag[4];
+      load_b(b_frag, pair, k);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          mma_m16n8k16<kIsBf16>(acc[m][2 * pair], a_frag[m], b_frag[0], b_frag[1]);
-          mma_m16n8k16<kIsBf16>(acc[m][2 * pair + 1], a_frag[m], b_frag[2], b_frag[3]);
-        }
+      for (int m = 0; m < kM; ++m) {
+        mma_m16n8k16<kIsBf16>(acc[m][2 * pair], a_frag[m], b_frag[0], b_frag[1]);
+        mma_m16n8k16<kIsBf16>(acc[m][2 * pair + 1], a_frag[m], b_frag[2], b_frag[3]);
       }
     }
   }
+}
+
+// B stored [n][k] (`b` from right_first): acc += A B^T in the tile's own terms; acc is 0 before.
+template <int kSteps, class T, int kM, int kN, class LoadA>
+DEVICE void multiply_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, Window16<T> b) {
+  const auto load_b = [&](u32 (&b_frag)[4], int pair, int k) { ldmatrix_x4(b_frag, b.at(pair * 16, k * 2)); };
+  if constexpr (!kIsFp32) multiply_steps<kSteps>(acc, load_a, load_b);
+  else if constexpr (kSteps <= kLongestSum) multiply_tile<kSteps, kStepsAtATime>(acc, load_a, load_b);
+  else add_tiles<kSteps, kStepsAtATime>(acc, load_a, load_b);
 }
 
 // B stored [k][n], from row `row` and column pair `pair` on, for multiply.
@@ -113,20 +116,8 @@ DEVICE void multiply(float (&acc)[kM][kN][4], const LoadA& load_a, W b) {
       load_columns(b_frag, b, k * kMmaDepth, pair * kPairStride * kPairChunks);
     });
   } else {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      u32 a_frag[kM][4];
-      load_a(a_frag, k);
-#pragma unroll
-      for (int pair = 0; pair < kN / 2; ++pair) {
-        u32 b_frag[4];
-        ldmatrix_x4_trans(b_frag, b.at(k * kMmaDepth, pair * kPairStride * kPairChunks));
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          mma_m16n8k16<kIsBf16>(acc[m][2 * pair], a_frag[m], b_frag[0], b_frag[1]);
-          mma_m16n8k16<kIsBf16>(acc[m][2 * pair + 1], a_frag[m], b_frag[2], b_frag[3]);
-        }
-      }
-    }
+    multiply_steps<kSteps>(acc, load_a, [&](u32 (&b_frag)[4], int pair, int k) {
+      ldmatrix_x4_trans(b_frag, b.at(k * kMmaDepth, pair * kPairStride * kPairChunks));
+    });
   }
 }

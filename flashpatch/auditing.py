@@ -79,7 +79,7 @@ def markdown(matrix: planning.Matrix) -> str:
         f"Kernels take {', '.join(dtypes[:-1])} and {dtypes[-1]} with head dims up to {max(matrix.head_dims)}{smaller} (padded "
         f"to {dims}; every multiple of 8). A word stands for forward and backward; two words are forward / backward. "
         "*verified*: ran on that generation and passed, the evidence is in `tests/evidence`. *compiled*: builds for "
-        "it and passes in the CPU emulator, never ran there. *fallback*: no kernel; computed exactly by torch operators "
+        "it and passes in the CPU emulator, no run of it there is on record. *fallback*: no kernel; computed exactly by torch operators "
         "in tiles, and counted.",
     ]
     for name, title in matrix.generations.items():

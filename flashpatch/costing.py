@@ -22,7 +22,7 @@ import yaml
 from . import auditing, planning
 from .problem import Decline
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ELEMENT_BYTES = {**planning.ELEMENT_BYTES, "float64": 8}
 
 
 # ---- what is reported ----

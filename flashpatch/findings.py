@@ -25,6 +25,9 @@ _PLAIN = (
     "native_mha_dense",
 )
 
+# How the trace says that it could not read a call.
+UNREADABLE = "a call ran that the trace could not read"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -248,6 +251,9 @@ def violations(report, expect: str = "", forbid: str = "", max_declines: int | N
             broken.append(Violation(f"--expect {expect}", row.path, text))
         elif row.family in banned:
             broken.append(Violation(f"--forbid {forbid}", row.path, text))
+    asked = f"--expect {expect}" if expect else f"--forbid {forbid}" if forbid else f"--max-declines {max_declines}"
+    if expect or forbid or max_declines is not None:  # what is not known does not hold
+        broken += [Violation(asked, "", text) for text in report.statements if text.startswith(UNREADABLE)]
     if allowed is not None and not report.rows:
         broken.append(Violation(f"--expect {expect}", "", "no attention was seen at all"))
     if max_declines is not None:

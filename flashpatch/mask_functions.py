@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .masks import UNLIMITED, MaskSpec, ranges_of, run_bounds
+from .masks import UNLIMITED, MaskSpec, ranges_of, readable, run_bounds
 
 # ---- mask functions as data: the same meanings as transformers', as partials whose arguments can be read ----
 
@@ -175,7 +175,7 @@ def _contiguous(ids: torch.Tensor) -> bool:
     Only then are blocks intervals, and only the device knows: this waits for it, once per mask with image blocks.
     While a graph is traced or captured, or on the meta device, nobody can wait, and the blocks stay a dense mask.
     """
-    if torch.compiler.is_compiling() or ids.is_meta or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not readable(ids):
         return False
     before = torch.nn.functional.pad(ids, (1, 0), value=-1)[:, :-1]
     runs = ((ids >= 0) & (ids != before)).sum(1)

@@ -54,6 +54,12 @@ def document_ranges(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, q_le
     return torch.stack([edges[document], edges[document + 1]], -1)[None]
 
 
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be asked for: not while a graph is traced or captured, nor on the meta device."""
+    blind = torch.compiler.is_compiling() or tensor.is_meta
+    return not (blind or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
 def position_ranges(position_ids: torch.Tensor) -> torch.Tensor | None:
     """Key ranges of the documents that position ids [batch, length] restart for; None when they never do.
 
@@ -66,12 +72,7 @@ def position_ranges(position_ids: torch.Tensor) -> torch.Tensor | None:
     breaks = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     packed = (~breaks | (position_ids == 0)).all(-1, keepdim=True)
     restarts = breaks & packed
-    blind = (
-        torch.compiler.is_compiling()
-        or position_ids.is_meta
-        or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
-    if not blind and not bool(restarts.any()):
+    if readable(position_ids) and not bool(restarts.any()):
         return None
     return torch.stack(run_bounds(restarts.cumsum(-1)), -1).to(torch.int32)
 

@@ -377,7 +377,8 @@ def enable(override: bool = False) -> None:
 
     An implementation asked for by name is honoured and listed (`enabled_models`, reports); `override=True` replaces it
     too. Attention that a model computes in its own code is read where `inlined.MODULES` names it, from the model's first
-    forward on. Models that can neither be switched nor read keep their default (`unreachable`).
+    forward on, which must not be one that torch.compile traces. Models that can neither be switched nor read keep their
+    default (`unreachable`).
     """
     interface.register()
     pretrained = _pretrained()

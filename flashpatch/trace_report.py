@@ -91,4 +91,5 @@ class TraceReport:
             lines.append(
                 f"{finding.level.upper()} {finding.code}: {findings.places(paths)}: {finding.text}".replace(": :", ":")
             )
-        return "\n".join(lines or ["no attention was seen"])
+        lines = lines or ["no attention was seen"]
+        return "\n".join((*lines, *(f"not seen: {statement}" for statement in self.statements)))

@@ -37,8 +37,6 @@ from .observations import Call, Facts
 from .profiles import ProfileReport
 from .trace_report import Attention, TraceReport
 
-UNREADABLE = "a call ran that the trace could not read"
-
 # ---- watching ----
 
 
@@ -376,7 +374,7 @@ class Trace:
         try:
             return reading(*arguments)
         except Exception as error:
-            self._statements[f"{UNREADABLE} ({type(error).__name__}: {error}): worth an issue"] = None
+            self._statements[f"{findings.UNREADABLE} ({type(error).__name__}: {error}): worth an issue"] = None
             return None
 
     def _composite(self, mode, function, args, kwargs):

@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask
 
 import flashpatch
 from flashpatch import families, findings, mask_kinds, operator_reading, profiles
-from flashpatch.tracing import UNREADABLE
+from flashpatch.findings import UNREADABLE
 
 
 def qkv(heads=4, heads_kv=None, seqlen=64, dtype=torch.float32, head_dim=16):
@@ -84,7 +84,9 @@ def test_what_cannot_be_read_runs_all_the_same(monkeypatch):
     with flashpatch.trace() as t:
         found = F.scaled_dot_product_attention(q, k, v)
     assert torch.equal(found, expected)
-    assert "TypeError: an operator nobody foresaw" in " ".join(t.report.statements)
+    assert "TypeError: an operator nobody foresaw" in str(t)
+    for budget in ({"expect": "flash"}, {"forbid": "math,eager"}, {"max_declines": 0}):
+        assert any(UNREADABLE in broken.text for broken in findings.violations(t.report, **budget)), budget
 
 
 # ---- every implementation ----
