@@ -470,7 +470,7 @@ BUGS = [
     Bug("mask.cuh", "off by one, unmasked", "keys.end > all.end;", "keys.end > all.end + 1;", "ALMOST_FULL"),
     Bug("mask.cuh", "passed over", "keys.end > any.begin;", "keys.end > any.begin + 16;", "BACKWARD_PASSED_OVER"),
     Bug("mask.cuh", "passed over", "keys.begin < any.end &&", "keys.begin + 16 < any.end &&", "BACKWARD_CAUSAL"),
-    Bug("mask.cuh", "wrong key", "keys >> (2 * m + (e >> 1)) & 1", "keys >> (2 * m + (e & 1)) & 1", "BACKWARD_MASK"),
+    Bug("mask.cuh", "wrong key", "kKeysDown ? 2 * m + (e >> 1)", "kKeysDown ? 2 * m + (e & 1)", "BACKWARD_MASK"),
     Bug("mask.cuh", "off by one, range", "ld_global(range + 1)", "ld_global(range + 1) - 1", "RANGES"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal + s.window_left + 1)", "j - s.diagonal + s.window_left)", "BACKWARD_WINDOW"),
