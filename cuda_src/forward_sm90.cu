@@ -31,6 +31,13 @@ static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDro
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
+// Maxima move in a tile's first blocks. Past them P is computed before anybody has looked for a larger score, which takes
+// registers for S beside P (TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head dim 128
+// 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
+// exponentials in groups, sums and packing a group behind, were no faster.
+constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores;
+constexpr int kUnsettledBlocks = 3;  // after the first
+
 using QTile = SlabTile<64, kHeadDim>;  // of one consumer
 using KTile = SlabTile<kBlockN, kHeadDim>;
 using VTile = SlabTile<kBlockN, kHeadDimV>;
@@ -265,11 +272,6 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const auto issue_output = [&] {
       issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
     };
-    const auto set_operand = [&](float (&s_frag)[kScores]) {
-      softmax.exponentiate(s_frag, scale_log2);
-      pack_operand(p_frag, s_frag);
-      pin(p_frag);  // written before the next product's fence
-    };
 
     // First block of this warpgroup: scores alone.
     const auto begin = [&](int n, bool masked) {
@@ -285,12 +287,13 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       release(rings.k);
       score(s_frag, n, masked);
       softmax.grow(factor, s_frag, scale_log2);
-      set_operand(s_frag);
+      softmax.exponentiate(p_frag, s_frag, scale_log2);
+      pin(p_frag);  // written before the next product's fence
     };
     // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
-    const auto step = [&](int n, bool masked) {
+    const auto step = [&](int n, bool masked, bool speculative) {
       float s_frag[kScores], factor[2];
-      softmax.set_limit();  // not between the turn and the products
+      if (!speculative) softmax.set_limit();  // not between the turn and the products
       rings.k.wait_full();
       rings.v.wait_full();
       take_turn();
@@ -302,12 +305,14 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       pin(s_frag);
       release(rings.k);
       score(s_frag, n, masked);
-      const bool grew = softmax.grow(factor, s_frag, scale_log2);
+      const bool grew = !speculative && softmax.grow(factor, s_frag, scale_log2);
       wgmma_wait<0>();
       pin(o_frag);
       release(rings.v);
       if (grew) scale_rows(o_frag, factor);
-      set_operand(s_frag);
+      if (speculative) softmax.speculate(p_frag, s_frag, o_frag, scale_log2);
+      else softmax.exponentiate(p_frag, s_frag, scale_log2);
+      pin(p_frag);
     };
     // A block only other warpgroups see.
     const auto skip = [&] {
@@ -349,11 +354,12 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       const auto needs_mask = [&](int n) { return n * kBlockN < unmasked.begin || (n + 1) * kBlockN > unmasked.end; };
       begin(n, needs_mask(n));
       for (--n; n >= own.begin;) {
-        if (kHasWindow && needs_mask(n)) {
-          step(n--, true);
+        const bool masked = kHasWindow && needs_mask(n);
+        if (masked || (kSpeculates && n >= uniform(ld_shared<Work>(slot).blocks.end) - 1 - kUnsettledBlocks)) {
+          step(n--, masked, false);
         } else {  // a loop of its own, without a test a block
           const int end = kHasWindow ? larger(own.begin, ceil_div(unmasked.begin, kBlockN)) : own.begin;
-          for (; n >= end; --n) step(n, false);
+          for (; n >= end; --n) step(n, false, kSpeculates);
         }
       }
       // O += P V of the last block; meanwhile what does not need O.
