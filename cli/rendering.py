@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 
 import click
@@ -99,6 +100,13 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2e}" if math.isfinite(value) else str(value)
+
+
+def figure(value: float | None) -> str:
+    """A number in a column for reading: three figures or the whole ones, never an exponent."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 1000 else format(Decimal(f"{value:.3g}"), "f")
 
 
 def kilobytes(value: int) -> str:

@@ -512,6 +512,8 @@ def test_pictures_are_complete_and_need_nothing_from_outside(folders, tmp_path):
         assert title in texts and f">{title} (" in page and title in table
     for kernel in ("forward_sm75", "backward_sm75", "forward_sm80", "backward_sm80"):
         assert kernel in texts and f">{kernel}</td>" in page and kernel in table
+    said = "2 of 2 attention modules would call flashpatch"
+    assert any(text.startswith(said) for text in texts) and f'<p class="phone">{said}' in page and said in table
     for text in (svg.read_text(encoding="utf-8"), page):
         links = re.findall(r"(?:href|src)=\"(?!data:)|url\(|https?://[^\"]*", text)
         assert set(links) <= {"http://www.w3.org/2000/svg"}
