@@ -19,7 +19,6 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import benchmarking, families, tracing
 from .benchmarking import Shape
@@ -166,16 +165,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, small: bool = 
 # ---- counting ----
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(tracing.Watching):
     """Adds up what operators read and write, and the FLOPs of matrix products."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self):
         super().__init__()

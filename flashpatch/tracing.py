@@ -113,10 +113,9 @@ class _Asked:
     enable_gqa: bool = False
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
+class Watching(TorchDispatchMode):
+    """Like torch's own modes: torch.compile neither falls back to eager because of this one nor traces it."""
 
-    # Like torch's own modes: torch.compile then neither falls back to eager because of this one nor traces it.
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
@@ -124,6 +123,10 @@ class _Mode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class _Mode(Watching):
+    supports_higher_order_operators = True
 
     def __init__(self, trace: Trace):
         super().__init__()

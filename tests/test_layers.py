@@ -19,7 +19,7 @@ LAYERS = [
     {"reference", "counting", "findings", "profiles", "dense_tracking", "sdpa_reasons"},
     {"trace_report", "operator_reading"},
     {"masks", "tagging"},
-    {"mask_functions"},
+    {"mask_functions", "recorded_scores"},
     {"planning"},
     {"compiler", "emulator", "cases", "pair_planning"},
     {"tensor_maps", "tile_counts"},
