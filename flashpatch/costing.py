@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy
 import yaml
 
-from . import auditing, planning
+from . import auditing, dry_runs, planning
 from .problem import Decline
 
 ELEMENT_BYTES = {**planning.ELEMENT_BYTES, "float64": 8}
@@ -210,7 +210,7 @@ class _Kind:
         return min(keys, limit)
 
 
-def _kinds(facts: auditing.ModelFacts) -> dict[_Kind, list[str]]:
+def _kinds(facts: dry_runs.ModelFacts) -> dict[_Kind, list[str]]:
     """The calls of one forward, alike ones together, with their modules."""
     crosses = getattr(facts.config, "is_encoder_decoder", False)
     chunk = getattr(facts.config, "attention_chunk_size", None)
@@ -345,7 +345,7 @@ def cost(
     Raises auditing.UnknownGpu, models.ModelError.
     """
     limits, speeds = ceilings(gpu, tflops=tflops, bandwidth=bandwidth, memory=memory)
-    facts = auditing.facts(model, dtype=dtype, **load)
+    facts = dry_runs.facts(model, dtype=dtype, **load)
     kinds = _kinds(facts)
     if kinds and not any(kind.follows for kind in kinds):
         contexts = (max(kind.seqlen_q for kind in kinds),)

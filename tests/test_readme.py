@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flashpatch
-from flashpatch import auditing, planning
+from flashpatch import planning, support_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,14 +27,14 @@ def test_the_first_line_says_what_importing_does_not_do():
 
 
 def test_support_table_is_the_matrix():
-    table = auditing.markdown(planning.support())
-    renewed = auditing.with_table(README, table)
+    table = support_table.markdown(planning.support())
+    renewed = support_table.with_table(README, table)
     assert renewed == README, "the table is out of date; type: flashpatch audit --markdown README.md"
 
 
 def test_a_document_without_markers_is_refused():
     with pytest.raises(ValueError, match="support:begin"):
-        auditing.with_table("no markers", "table")
+        support_table.with_table("no markers", "table")
 
 
 @pytest.mark.parametrize("marker", ["command:install", "command:test"])
