@@ -136,6 +136,8 @@ def _slow(call: Call):
                 f"{facts.class_name} computes attention itself, whatever the configuration says "
                 f"(attn_implementation {facts.implementation!r}): {matrix} in memory"
             )
+            if facts.read:
+                text += "; flashpatch.apply(model) reads it there"
             yield "slow", "hard_coded", text
         else:
             why = ""

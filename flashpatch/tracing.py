@@ -25,6 +25,7 @@ from . import (
     counting,
     families,
     findings,
+    inlined,
     mask_kinds,
     module_reading,
     operator_reading,
@@ -341,7 +342,7 @@ class Trace:
             module_reading.function_of(implementation),
             module_reading.supports_sdpa([f.module for f in self._stack]), module_reading.dispatches(module) if implementation else None, softcap, isinstance(getattr(module, "sinks", None), torch.Tensor),
             window if isinstance(window, int) else None, "" if weight is None else module_reading.word(weight.dtype),
-            compiled is not None,
+            compiled is not None, inlined.where(type(module)) is not None,
         )  # fmt: skip
 
     # ---- operators ----

@@ -354,10 +354,11 @@ def test_a_window_that_nobody_applies():
     assert codes(traced(Windowed(), *qkv(seqlen=4), True)) == set()
 
 
-@pytest.mark.parametrize("name", ["bloom", "gptj"])
-def test_hard_coded_attention(name):
+@pytest.mark.parametrize(("name", "read"), [("bloom", True), ("gptj", True), ("openai_gpt", False)])
+def test_hard_coded_attention(name, read):
     report = traced(BY_NAME[name].model("sdpa"), ids())
     assert codes(report) == {"hard_coded"} and "computes attention itself" in text_of(report, "hard_coded")
+    assert ("flashpatch.apply(model) reads it" in text_of(report, "hard_coded")) == read
     assert len(report.rows) == 2 and all(row.family == "eager" and row.mask == "causal" for row in report.rows)
 
 
