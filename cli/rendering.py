@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import click
 
 HOLDS, MISMATCH, USAGE, DECLINED, MISSING = 0, 1, 2, 3, 4
+SECONDS_BETWEEN_LINES = 30
 
 
 class Fault(click.ClickException):
@@ -78,9 +80,21 @@ def document(value):
 
 @contextmanager
 def progress(label: str, silent: bool = False):
-    """A callable `advance(done, total, text)` that draws one line on stderr; nothing unless that is a terminal."""
-    if silent or not sys.stderr.isatty():
+    """A callable `advance(done, total, text)` that keeps one line on stderr; where that is no terminal (a log), it writes one
+    every half minute."""
+    if silent:
         yield lambda done, total, text="": None
+        return
+    if not sys.stderr.isatty():
+        said = time.monotonic()
+
+        def say(done, total, text=""):
+            nonlocal said
+            if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                click.echo(f"{label} {text}".strip() + f": {done} of {total}", err=True)
+
+        yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -562,12 +562,16 @@ def test_numbers_json_has_no_word_for_are_null():
     assert rendering.document(check)["error"] is None and rendering.document(check)["eager_error"] is None
 
 
-def test_progress_is_silent_where_there_is_no_terminal(capsys):
+def test_progress_without_a_terminal_is_a_line_now_and_then(capsys, monkeypatch):
     from flashpatch.cli import rendering
 
     with rendering.progress("work") as advance:
-        advance(1, 2, "half")
+        advance(1, 2)
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(rendering, "SECONDS_BETWEEN_LINES", 0)
+    with rendering.progress("verify") as advance:
+        advance(40, 98, "running")
+    assert capsys.readouterr() == ("", "verify running: 40 of 98\n")
 
 
 def test_a_terminal_gets_a_drawn_table(monkeypatch, capsys):
