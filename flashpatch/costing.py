@@ -452,9 +452,14 @@ def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts, dtype:
         "Without a kernel, times and bytes are the least eager attention can take: each pass at full bandwidth.",
     ]
     if limits.matmul_tflops is None or limits.bandwidth_tb_s is None:
-        notes.append(
-            f"Nobody measured {limits.gpu} in {dtype}; give --tflops, --bandwidth and --memory for times, money and fit."
-        )
+        lacking = [
+            ("--tflops", limits.matmul_tflops),
+            ("--bandwidth", limits.bandwidth_tb_s),
+            ("--memory", limits.memory_bytes),
+        ]
+        options = [option for option, value in lacking if value is None]
+        gains = "times and money" if limits.memory_bytes is not None else "times, money and fit"
+        notes.append(f"No ceilings of {limits.gpu} in {dtype} are on record; give {' and '.join(options)} for {gains}.")
     elif not speeds:
         notes.append(
             "Times are at the given ceilings as if attention reached the matrix product's; expect it to take longer."
