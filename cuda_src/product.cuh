@@ -93,11 +93,11 @@ DEVICE void multiply_steps(float (&acc)[kM][kN][4], const LoadA& load_a, const L
 }
 
 // B stored [n][k] (`b` from right_first): acc += A B^T in the tile's own terms; acc is 0 before.
-template <int kSteps, class T, int kM, int kN, class LoadA>
+template <int kSteps, int kRegisters = 64, class T, int kM, int kN, class LoadA>
 DEVICE void multiply_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, Window16<T> b) {
   const auto load_b = [&](u32 (&b_frag)[4], int pair, int k) { ldmatrix_x4(b_frag, b.at(pair * 16, k * 2)); };
   if constexpr (!kIsFp32) multiply_steps<kSteps>(acc, load_a, load_b);
-  else if constexpr (kSteps <= kLongestSum) multiply_tile<kSteps, kStepsAtATime>(acc, load_a, load_b);
+  else if constexpr (kSteps <= kLongestSum) multiply_tile<kSteps, kStepsAtATime, kRegisters>(acc, load_a, load_b);
   else add_tiles<kSteps, kStepsAtATime>(acc, load_a, load_b);
 }
 

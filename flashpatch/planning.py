@@ -437,6 +437,11 @@ def value_parts(config: Config) -> int:
     return 2 if config.kernel == "forward_sm80" and config.head_dim_v > 256 else 1
 
 
+def takes_pairs(config: Config) -> bool:
+    """Whether a kernel reads q, k and v in pairs of fp16, which another has split them into (cuda_src/half_pairs.cuh)."""
+    return config.kernel == "forward_sm80" and config.dtype == "float32" and not config.tf32
+
+
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
@@ -454,6 +459,8 @@ def shared_memory(config: Config) -> int:
         return element * m * d
     if config.kernel in ("forward_mask", "backward_mask"):
         return m * n // 8
+    if config.kernel == "forward_split":
+        return 8 * config.num_warps
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
     if config.kernel == "forward_sm90":
