@@ -156,6 +156,7 @@ template <bool kPaired> DEVICE void forward(const Params& p) {
   begin();
 
   const Window16<QTile> q_window = left_rows(q_smem, warp_row);
+  const auto q_pair_rows = pair_down_first(QPair{smem}, warp_row);
   u32 q_frag[kQSteps][kMFrags][4];
   const auto load_q_frag = [&](u32 (&a_frag)[kMFrags][4], int k) {
 #pragma unroll
@@ -209,7 +210,9 @@ template <bool kPaired> DEVICE void forward(const Params& p) {
       // S = Q K^T
       float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
       if constexpr (kPaired) {
-        multiply_pairs_transposed<kHeadDim / 16>(s_frag, QPair{smem}, warp_row, k_pair(stage), power_of_two(exponent_of<QPair>(q_record) + k_exponent));
+        multiply_pairs_transposed<kHeadDim / 16>(
+            s_frag, [&](PairFrags<kMFrags>& a, int k) { load_pair_rows(a, q_pair_rows, k); }, pair_right_first(k_pair(stage), 0),
+            power_of_two(exponent_of<QPair>(q_record) + k_exponent));
       } else {
         clear(s_frag);
         multiply_transposed<kHeadDim / kMmaDepth, kHalfPairs ? 32 : 64>(s_frag, load_q_frag, right_first(k_smem(stage), 0, 0));
@@ -246,7 +249,10 @@ template <bool kPaired> DEVICE void forward(const Params& p) {
       // O += P V
       if constexpr (kHasDropout && kIsFp32) drop_scores(s_frag, dropout, i_first, n * kBlockN + j_lane);
       if constexpr (kPaired) {
-        add_pairs(out_frag, s_frag, v_pair(stage), power_of_two(v_exponent));
+        PairFrags<kMFrags> p_frag[kNFrags / 2];
+        split_accumulators(p_frag, s_frag);
+        add_pairs<kNFrags / 2>(out_frag, [&](PairFrags<kMFrags>& a, int k) { a = p_frag[k]; }, pair_down_first(v_pair(stage), 0),
+                               power_of_two(v_exponent));
       } else {
         U32x4 words[(kMFrags + 1) / 2];
         multiply<kBlockN / kMmaDepth>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {

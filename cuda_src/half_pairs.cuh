@@ -7,13 +7,13 @@
 // range: with NaN or Inf, with rows more than 2^kSpread smaller than its largest (but for rows of zeros), or with a largest number
 // whose products might leave fp32. A query block that meets one takes TF32 parts throughout.
 //
-// attention_forward_split writes the tiles of q, k and v into records, in the order of their bytes in shared memory:
-//   high tile | low tile | exponent, or kOutOfRange | 124 bytes of nothing
+// A kernel beforehand (split_pairs.cuh) writes the tiles of q, k, v and dout into records, as they will lie in shared memory:
+//   high tile | low tile | exponent, or kOutOfRange | largest norm of a row | largest |delta| of a row (dout) | nothing, to 128 bytes
 #pragma once
 #include "product_fp32.cuh"
 
 constexpr bool kHalfPairs = kIsFp32 && !kTf32;
-constexpr int kTop = 15, kSpread = 15, kLargestExponent = 40;
+constexpr int kTop = 15, kSpread = 15, kLargestExponent = 30;
 constexpr i32 kOutOfRange = 1 << 20;
 
 template <int kRowCount, int kColumnCount> struct PairTile {
@@ -26,6 +26,9 @@ template <int kRowCount, int kColumnCount> struct PairTile {
 
 template <class T> DEVICE u8* record_of(u8* records, i64 block) { return records + block * T::kRecordBytes; }
 template <class T> DEVICE i32 exponent_of(const u8* record) { return ld_global((const i32*)(record + T::kBytes)); }
+// What records say of their rows: the largest norm; of dout also the largest |delta|.
+template <class T> DEVICE float norm_of(const u8* record) { return float_of(ld_global((const u32*)(record + T::kBytes) + 1)); }
+template <class T> DEVICE float delta_of(const u8* record) { return float_of(ld_global((const u32*)(record + T::kBytes) + 2)); }
 DEVICE float power_of_two(int exponent) { return float_of((u32)(127 + exponent) << 23); }
 
 // Block n of a sequence and key head among all key blocks; as query_block_offset.
@@ -44,7 +47,7 @@ template <class T> DEVICE void load_pairs(T tile, const u8* record) {
   }
 }
 
-// ---- products ----
+// ---- numbers and fragments ----
 
 struct PairOfHalves {
   u32 high, low;
@@ -60,8 +63,11 @@ template <int kM> struct PairFrags {
   u32 high[kM][4], low[kM][4];
 };
 
-// Accumulators, for multiply_pairs: all steps at once.
-template <int kM, int kN> DEVICE void split_accumulators(PairFrags<kM> (&a)[kN / 2], const float (&acc)[kM][kN][4]) {
+// ---- A: kSteps fragments in registers, or windows on a pair of tiles ----
+
+// Accumulators * factor as A fragments, all steps at once.
+template <int kM, int kN>
+DEVICE void split_accumulators(PairFrags<kM> (&a)[kN / 2], const float (&acc)[kM][kN][4], float factor = 1.f) {
 #pragma unroll
   for (int k = 0; k < kN / 2; ++k)
 #pragma unroll
@@ -69,10 +75,50 @@ template <int kM, int kN> DEVICE void split_accumulators(PairFrags<kM> (&a)[kN /
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float(&c)[4] = acc[m][2 * k + (e >> 1)];
-        const PairOfHalves pair = split_pair(c[(e & 1) * 2], c[(e & 1) * 2 + 1]);
+        const PairOfHalves pair = split_pair(c[(e & 1) * 2] * factor, c[(e & 1) * 2 + 1] * factor);
         a[k].high[m][e] = pair.high, a[k].low[m][e] = pair.low;
       }
 }
+// -> tiles, from row `row` and column pair `pair` on.
+template <class T, int kM, int kSteps> DEVICE void store_pairs(T tile, int row, int pair, const PairFrags<kM> (&a)[kSteps]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int place = T::Half::offset(row + m * 16 + (e & 1) * 8 + (lane_index() >> 2), (pair + k) * 2 + (e >> 1)) + (lane_index() & 3) * 4;
+        st_shared(tile.high().base + place, a[k].high[m][e]);
+        st_shared(tile.low().base + place, a[k].low[m][e]);
+      }
+}
+
+template <class Half> struct PairWindow {
+  Window16<Half> high, low;
+  template <bool kTransposed> DEVICE void load(u32 (&high_frag)[4], u32 (&low_frag)[4], int row, int chunk) const {
+    if constexpr (kTransposed) ldmatrix_x4_trans(high_frag, high.at(row, chunk)), ldmatrix_x4_trans(low_frag, low.at(row, chunk));
+    else ldmatrix_x4(high_frag, high.at(row, chunk)), ldmatrix_x4(low_frag, low.at(row, chunk));
+  }
+};
+template <class T> DEVICE PairWindow<typename T::Half> pair_down_first(T tile, int row) {
+  return {down_first(tile.high(), row, 0), down_first(tile.low(), row, 0)};
+}
+template <class T> DEVICE PairWindow<typename T::Half> pair_right_first(T tile, int row) {
+  return {right_first(tile.high(), row, 0), right_first(tile.low(), row, 0)};
+}
+
+// A stored [m][k], `a` from pair_down_first.
+template <int kM, class W> DEVICE void load_pair_rows(PairFrags<kM>& frags, const W& a, int k) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) a.template load<false>(frags.high[m], frags.low[m], m * 16, k * 2);
+}
+// A stored [k][m], `a` from pair_right_first: m-fragments from `first` on.
+template <int kM, class W> DEVICE void load_pair_columns(PairFrags<kM>& frags, const W& a, int k, int first) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) a.template load<true>(frags.high[m], frags.low[m], k * 16, (first + m) * 2);
+}
+
+// ---- the products ----
 
 // take(m, n, e, x) for every element x of A B; load_a(a, k) and load_b(high, low, pair, k) fill the fragments of a step. Sums are
 // those of product_fp32.cuh: apart for small products, and none longer than a tile.
@@ -113,35 +159,19 @@ DEVICE void multiply_pairs(const LoadA& load_a, const LoadB& load_b, const Take&
   }
 }
 
-// acc = A B^T * factor in the tile's own terms; A from row `row` on, B from its first.
-template <int kSteps, class A, class B, int kM, int kN>
-DEVICE void multiply_pairs_transposed(float (&acc)[kM][kN][4], A a, int row, B b, float factor) {
-  const Window16<typename A::Half> a_high = down_first(a.high(), row, 0), a_low = down_first(a.low(), row, 0);
-  const Window16<typename B::Half> b_high = right_first(b.high(), 0, 0), b_low = right_first(b.low(), 0, 0);
-  const auto load_a = [&](PairFrags<kM>& frags, int k) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      ldmatrix_x4(frags.high[m], a_high.at(m * 16, k * 2));
-      ldmatrix_x4(frags.low[m], a_low.at(m * 16, k * 2));
-    }
-  };
-  const auto load_b = [&](u32 (&high)[4], u32 (&low)[4], int pair, int k) {
-    ldmatrix_x4(high, b_high.at(pair * 16, k * 2));
-    ldmatrix_x4(low, b_low.at(pair * 16, k * 2));
-  };
-  multiply_pairs<kSteps, kM, kN, 128>(load_a, load_b, [&](int m, int n, int e, float x) { acc[m][n][e] = x * factor; });
+// acc = A B^T * factor in the tile's own terms; B stored [n][k], `b` from pair_right_first.
+template <int kSteps, int kM, int kN, class LoadA, class W>
+DEVICE void multiply_pairs_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, const W& b, float factor) {
+  multiply_pairs<kSteps, kM, kN, 128>(
+      load_a, [&](u32 (&high)[4], u32 (&low)[4], int pair, int k) { b.template load<false>(high, low, pair * 16, k * 2); },
+      [&](int m, int n, int e, float x) { acc[m][n][e] = x * factor; });
 }
 
-// acc += P B * factor, P in accumulators.
-template <class B, int kM, int kN, int kKeys>
-DEVICE void add_pairs(float (&acc)[kM][kN][4], const float (&p)[kM][kKeys][4], B b, float factor) {
-  PairFrags<kM> p_frag[kKeys / 2];
-  split_accumulators(p_frag, p);
-  const Window16<typename B::Half> b_high = down_first(b.high(), 0, 0), b_low = down_first(b.low(), 0, 0);
-  const auto load_b = [&](u32 (&high)[4], u32 (&low)[4], int pair, int k) {
-    ldmatrix_x4_trans(high, b_high.at(k * 16, pair * 2));
-    ldmatrix_x4_trans(low, b_low.at(k * 16, pair * 2));
-  };
-  multiply_pairs<kKeys / 2, kM, kN, 32>([&](PairFrags<kM>& frags, int k) { frags = p_frag[k]; }, load_b,
-                                        [&](int m, int n, int e, float x) { acc[m][n][e] += x * factor; });
+// acc += A B * factor; B stored [k][n], `b` from pair_down_first. Column pairs are those from `first` on, kPairStride apart.
+template <int kSteps, int kPairStride = 1, int kM, int kN, class LoadA, class W>
+DEVICE void add_pairs(float (&acc)[kM][kN][4], const LoadA& load_a, const W& b, float factor, int first = 0) {
+  multiply_pairs<kSteps, kM, kN, kM == 1 ? 64 : 32>(
+      load_a,
+      [&](u32 (&high)[4], u32 (&low)[4], int pair, int k) { b.template load<true>(high, low, k * 16, (first + pair * kPairStride) * 2); },
+      [&](int m, int n, int e, float x) { acc[m][n][e] += x * factor; });
 }

@@ -26,6 +26,7 @@ POINTERS = (
     "q", "k", "v", "out", "logsumexp", "dout", "dq", "dk", "dv", "dlogsumexp", "delta", "dq_accum", "dq_turns",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "dbias", "alibi_slopes", "sinks",
     "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls", "dkv_accum", "q_pairs", "k_pairs", "v_pairs",
+    "dout_pairs",
 )  # fmt: skip
 STRIDES = (
     *(
@@ -87,6 +88,7 @@ def configs(config: Config) -> tuple[Config, ...]:
         return (
             *((_mask_helper(config),) if config.has_mask else ()),
             _helper(config, "backward_delta", 4),
+            *((_split_helper(config),) if planning.takes_pairs(config) else ()),
             config,
             _helper(config, f"backward_dq{suffix}", 4),
             *((_bias_helper(config, config.wide_bias),) if config.has_bias else ()),
@@ -110,8 +112,8 @@ def _mask_helper(config: Config) -> Config:
 
 
 def _split_helper(config: Config) -> Config:
-    """What splits q, k and v in fp32 into pairs of fp16, in the blocks of a kernel."""
-    return replace(_helper(config, "forward_split", 8), block_n=config.block_n)
+    """What splits q, k, v and dout in fp32 into pairs of fp16, in the blocks of a kernel."""
+    return replace(_helper(config, f"{config.kernel.split('_')[0]}_split", 8), block_n=config.block_n)
 
 
 def _bias_helper(config: Config, wide: bool) -> Config:
@@ -186,7 +188,7 @@ class Forward:
                 _fill_empty(logsumexp, call)
         results = _RESULTS.pack(out.data_ptr(), logsumexp.data_ptr() if statistics else 0)
         packed_mask = (None, None) if self.mask is None else self.mask.workspace(q.device)
-        pairs, records = (None, (0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
+        pairs, records = (None, (0, 0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
         tail = self.tail if self.plain else _optional_pointers(call, *packed_mask, records=records) + self.rest
         inputs = self.inputs.get(pointers)
         if inputs is None:
@@ -214,8 +216,8 @@ class Backward:
     and one after (dq from fp32); with a mask one more before, with a gradient of the bias one more after."""
 
     __slots__ = (
-        "after", "before", "bias", "blocks", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "plan",
-        "query_blocks", "ragged", "readable", "rest", "shared_keys", "turns", "varlen",
+        "after", "before", "bias", "blocks", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "pairs",
+        "plan", "query_blocks", "ragged", "readable", "rest", "shared_keys", "turns", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
@@ -256,6 +258,7 @@ class Backward:
         self.before = next(kernels[name] for name in _BEFORE if name in kernels)
         self.after = next(kernels[name] for name in _AFTER if name in kernels)
         self.mask = _PackedMask(plan, shapes, call) if config.has_mask else None
+        self.pairs = _Pairs(plan, shapes, q, k, varlen) if planning.takes_pairs(config) else None
         self.hulls = (shapes.batch, shapes.m_blocks, 4) if config.has_key_ranges else None
         wanted = config.has_bias and call.bias_gradient
         self.bias = _BiasGradient(plan, shapes, q, k, call) if wanted else None
@@ -295,10 +298,11 @@ class Backward:
         dkv_accum = None
         if self.shared_keys is not None:
             dkv_accum = torch.empty(self.shared_keys, dtype=torch.float32, device=q.device)
+        pairs, records = (None, (0, 0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
         own = (*packed_mask, dbias_accum, hulls, dkv_accum)
-        addresses = (*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:], *map(_address, own), 0, 0, 0)
+        addresses = (*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:], *map(_address, own), *records)
         params = _POINTERS.pack(*addresses) + self.rest
-        tensors = (*tensors, dbias, *own)
+        tensors = (*tensors, dbias, *own, pairs)
         argument = params
         before = after = self.query_blocks
         if _takes_maps(self.plan.config):
@@ -311,6 +315,8 @@ class Backward:
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, params, tensors, call)
         self.before.launch(before, params, tensors, call)
+        if self.pairs is not None:
+            self.pairs.kernel.launch(self.pairs.blocks, params, tensors, call)
         self.kernel.launch(self.blocks, argument, tensors, call)
         self.after.launch(after, params, tensors, call)
         dsinks = None if call.sinks is None else _sink_gradient(call, logsumexp, delta)
@@ -366,7 +372,7 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     return Backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
 
 
-def _optional_pointers(call: Call, mask_bits=None, mask_flags=None, records=(0, 0, 0)) -> bytes:
+def _optional_pointers(call: Call, mask_bits=None, mask_flags=None, records=(0, 0, 0, 0)) -> bytes:
     """The pointers of a forward's Params after logsumexp: none of the backward's, the call's own tensors, the mask packed,
     the records of q, k and v."""
     optional, packed = call.pointers(), (_address(mask_bits), _address(mask_flags))
@@ -393,15 +399,16 @@ class _PackedMask:
 
 
 class _Pairs:
-    """q, k and v in fp32 as a kernel of the sm80 family reads them, in pairs of fp16: cuda_src/half_pairs.cuh. As many
-    bytes as q, k and v have, rounded up to whole blocks and padded head dims."""
+    """q, k, v and dout in fp32 as a kernel of the sm80 family reads them, in pairs of fp16: cuda_src/half_pairs.cuh. As
+    many bytes as they have themselves, rounded up to whole blocks and padded head dims."""
 
     __slots__ = ("blocks", "ends", "kernel")
 
     def __init__(self, plan: Plan, shapes: _Shapes, q, k, varlen: bool):
         config = plan.config
         heads_q, heads_kv = q.shape[-2], k.shape[-2]
-        self.blocks = shapes.batch * (shapes.m_blocks * heads_q + 2 * shapes.n_blocks * heads_kv)
+        query_sides = 2 if config.kernel.startswith("backward") else 1  # q and dout
+        self.blocks = shapes.batch * (query_sides * shapes.m_blocks * heads_q + 2 * shapes.n_blocks * heads_kv)
         m_blocks, n_blocks = shapes.m_blocks * shapes.batch, shapes.n_blocks * shapes.batch
         if varlen:  # query_block_offset and key_block_offset
             m_blocks, n_blocks = (
@@ -412,15 +419,16 @@ class _Pairs:
             m_blocks * heads_q * (config.block_m * record[0] + 128),
             n_blocks * heads_kv * (config.block_n * record[0] + 128),
             n_blocks * heads_kv * (config.block_n * record[1] + 128),
+            (query_sides - 1) * m_blocks * heads_q * (config.block_m * record[1] + 128),
         )
         self.ends = tuple(itertools.accumulate(sizes))
         self.kernel = _Kernel(plan.device, _split_helper(config))
 
-    def workspace(self, device: torch.device) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        """Room for the records, to be filled, and where those of q, k and v begin."""
+    def workspace(self, device: torch.device) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+        """Room for the records, to be filled, and where those of q, k, v and dout begin."""
         room = torch.empty(self.ends[-1], dtype=torch.uint8, device=device)
         first = room.data_ptr()
-        return room, (first, first + self.ends[0], first + self.ends[1])
+        return room, (first, *(first + end for end in self.ends[:-1]))
 
 
 class _BiasGradient:

@@ -439,7 +439,8 @@ def value_parts(config: Config) -> int:
 
 def takes_pairs(config: Config) -> bool:
     """Whether a kernel reads q, k and v in pairs of fp16, which another has split them into (cuda_src/half_pairs.cuh)."""
-    return config.kernel == "forward_sm80" and config.dtype == "float32" and not config.tf32
+    kernels = ("forward_sm80", "backward_sm80")
+    return config.kernel in kernels and config.dtype == "float32" and not config.tf32
 
 
 def shared_memory(config: Config) -> int:
@@ -459,8 +460,8 @@ def shared_memory(config: Config) -> int:
         return element * m * d
     if config.kernel in ("forward_mask", "backward_mask"):
         return m * n // 8
-    if config.kernel == "forward_split":
-        return 8 * config.num_warps
+    if config.kernel in ("forward_split", "backward_split"):
+        return 16 * config.num_warps
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
     if config.kernel == "forward_sm90":

@@ -53,7 +53,7 @@ class Case:
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
-    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen
+    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen, uneven, far_apart
 
     @property
     def config(self) -> Config:
@@ -145,7 +145,9 @@ BACKWARD_DROPOUT = backward(dropout_p=0.3)
 BACKWARD_VARLEN = backward(features=("varlen",))
 TURING_FORWARD = turing("forward_sm75")
 TURING_BACKWARD = turing("backward_sm75")
-FP32 = forward(dtype=torch.float32)
+FP32 = forward(dtype=torch.float32, features=("uneven",))
+FP32_PARTS = forward(dtype=torch.float32, features=("far_apart",))
+FP32_VARLEN = forward(dtype=torch.float32, features=("varlen",))
 FP32_MASK = forward(dtype=torch.float32, features=("mask", "bias", "nan"))
 FP32_BACKWARD = backward(dtype=torch.float32)
 FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64)
@@ -214,6 +216,13 @@ def inputs_of(case: Case) -> Inputs:
     if case.growing:
         k = k + (q.mean() + torch.arange(case.seqlen_k, 0, -1)[:, None, None] / 20).to(case.dtype)
         q = q.abs()
+    if "uneven" in case.features:  # every tile of keys has a largest number of its own, and the last rows are zero
+        size = 2.0 ** (torch.arange(case.seqlen_k) // 32)[:, None, None]
+        k, v = k / size, v * size
+        k[:, -3:], v[:, -3:] = 0, 0
+    if "far_apart" in case.features:  # one key is too small for a common exponent, and counts
+        v[:, 40] *= 2.0**-40
+        k[:, 40] = 2 * q.mean((1, 2))[:, None]
     if case.low:
         q, k = q.abs(), -8 * k.abs()
     if case.huge_rows:
@@ -576,19 +585,38 @@ BUGS = [
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has landed", "// V has landed", "TURING_FORWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // Q, dO and", "// Q, dO and", "TURING_BACKWARD"),
     # fp32
-    Bug("product_fp32.cuh", "lost small parts", "? high + (low + high * kLost) : high", "? high : high", "FP32"),
-    Bug("product_fp32.cuh", "lost half of the small parts", "b[pair][e].low, b[pair][e + 1].low);", "0u, 0u);", "FP32"),
-    Bug("product_fp32.cuh", "order of the contraction", "T::offset(row + 2 * t, chunk", "T::offset(row + t, chunk", "FP32"),
-    Bug("product_fp32.cuh", "swizzle of odd rows", "chunk & T::kSwizzle ^ 4", "chunk & T::kSwizzle", "FP32"),
-    Bug("product_fp32.cuh", "forgotten sum", "acc[m][first * 2 + n][e] += tile", "acc[m][first * 2 + n][e] = tile", "FP32"),
-    Bug("product_fp32.cuh", "stale fragments", "if (kPrefetch && k + 1 < kSteps) load(k + 1);", "", "FP32"),
+    Bug("product_fp32.cuh", "lost small parts", "? high + (low + high * kLost) : high", "? high : high", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "lost half of the small parts", "b[pair][e].low, b[pair][e + 1].low);", "0u, 0u);", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "order of the contraction", "T::offset(row + 2 * t, chunk", "T::offset(row + t, chunk", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "swizzle of odd rows", "chunk & T::kSwizzle ^ 4", "chunk & T::kSwizzle", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "forgotten sum", "acc[m][first * 2 + n][e] += tile", "acc[m][first * 2 + n][e] = tile", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "stale fragments", "if (kPrefetch && k + 1 < kSteps) load(k + 1);", "", "FP32_PARTS"),
     Bug("product.cuh", "order of the contraction", "packed[m][k][(e & 1) * 2 + (e >> 1)]", "packed[m][k][e]", "FP32_BACKWARD"),
     Bug("product.cuh", "rows for columns", "a_frag[m][1] = pair[2], a_frag[m][2] = pair[1]", "a_frag[m][1] = pair[1], a_frag[m][2] = pair[2]", "FP32_BACKWARD"),
     Bug("product.cuh", "order of the contraction", "a_frag[m][half] = pair.x, a_frag[m][half + 2] = pair.y;", "a_frag[m][half] = pair.y, a_frag[m][half + 2] = pair.x;", "FP32_SPLIT"),
     Bug("tile.cuh", "half a row", "fragment * 2 + (t >> 1)) + (t & 1) * 8", "fragment * 2) + (t & 1) * 8", "FP32"),
-    Bug("tile.cuh", "no swizzle at all", "((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1)", "0", "FP32"),
+    Bug("tile.cuh", "no swizzle at all", "((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1)", "0", "FP32_PARTS"),
     Bug("mask.cuh", "NaN let through", "(~word & 0x7f800000u) == 0", "false", "FP32_MASK"),
     Bug("bias.cuh", "half a bias", "kIsFp32 || kWideBias", "kWideBias", "FP32_MASK"),
+    Bug("half_pairs.cuh", "lost small parts", "each(low, a.low, b_high);", "", "FP32"),
+    Bug("half_pairs.cuh", "lost small parts", "each(low, a.high, b_low);", "", "FP32"),
+    Bug("half_pairs.cuh", "wrong tile", "return {base + Half::kBytes}", "return {base}", "FP32"),
+    Bug("half_pairs.cuh", "lost small parts", "pack<false>(x - rounded.x, y - rounded.y)", "pack<false>(x - rounded.x, 0.f)", "FP32"),
+    Bug("half_pairs.cuh", "missing factor", "acc[m][n][e] = x * factor;", "acc[m][n][e] = x;", "FP32"),
+    Bug("half_pairs.cuh", "missing factor", "acc[m][n][e] += x * factor;", "acc[m][n][e] += x;", "FP32"),
+    Bug("half_pairs.cuh", "beyond fp16", "kTop = 15,", "kTop = 18,", "FP32"),
+    Bug("half_pairs.cuh", "overlapping blocks", "s.k_start / kBlockN + s.batch :", "s.k_start / kBlockN :", "FP32_VARLEN"),
+    Bug("half_pairs.cuh", "head mapping", "* p.num_heads_kv + kv_head", "* p.num_heads_kv", "FP32"),
+    Bug("forward_split.cu", "past the end", "row < rows && row < Half::kRows", "row < Half::kRows", "FP32"),
+    Bug("forward_split.cu", "rows not compared", " && bottom >= top - kSpread", "", "FP32_PARTS"),
+    Bug("forward_split.cu", "NaN let through", "top <= 127 + kLargestExponent && ", "", "FP32_MASK"),
+    Bug("forward_split.cu", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "FP32"),
+    Bug("forward_split.cu", "partial maximum", "lanes >= kLanes; lanes >>= 1", "lanes > kLanes; lanes >>= 1", "FP32"),
+    Bug("forward_split.cu", "wrong tile", "is_v ? index - k_tiles : index", "index % k_tiles + is_v", "FP32"),
+    Bug("forward_sm80.cu", "stale exponents", "k_exponent = next_k_exponent, v_exponent = next_v_exponent;", "k_exponent = next_k_exponent;", "FP32"),
+    Bug("forward_sm80.cu", "stale exponents", "        if constexpr (kPaired) fetch_exponents(n_next);\n", "", "FP32"),
+    Bug("forward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return forward_in_parts(p);", "", "FP32_PARTS"),
+    Bug("softmax.cuh", "lift left in", "row_max[m][half] * scale_log2 - kLift;\n        float factor", "row_max[m][half] * scale_log2;\n        float factor", "FP32"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),
