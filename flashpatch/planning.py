@@ -419,12 +419,12 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     """The first tile of the kernel's table that is for such a problem and fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {key: value for key, value in tile.items() if key not in ("dtypes", "features", "short", "spill_bytes")}
+        sizes = {key: value for key, value in tile.items() if key not in ("dtypes", "features", "short", "tf32", "spill_bytes")}
         if problem.dtype not in tile.get("dtypes", ("float16", "bfloat16")):
             continue
         if not set(tile.get("features", problem.features)) <= problem.features:
             continue
-        if tile.get("short", problem.short) != problem.short:
+        if tile.get("short", problem.short) != problem.short or tile.get("tf32", problem.tf32) != problem.tf32:
             continue
         config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags, tf32=problem.tf32)
         if shared_memory(config) <= device.shared_memory:
