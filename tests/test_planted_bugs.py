@@ -149,8 +149,11 @@ FP32 = forward(dtype=torch.float32, features=("uneven",))
 FP32_PARTS = forward(dtype=torch.float32, features=("far_apart",))
 FP32_VARLEN = forward(dtype=torch.float32, features=("varlen",))
 FP32_MASK = forward(dtype=torch.float32, features=("mask", "bias", "nan"))
-FP32_BACKWARD = backward(dtype=torch.float32)
+FP32_BACKWARD = backward(dtype=torch.float32, features=("uneven",))
+FP32_PASSED_OVER = backward(dtype=torch.float32, window=(9, 5), tile=(32, 64))
 FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64)
+FP32_BACKWARD_PARTS = backward(dtype=torch.float32, features=("far_apart",))
+FP32_SPLIT_PARTS = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64, features=("far_apart",))
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
@@ -591,32 +594,41 @@ BUGS = [
     Bug("product_fp32.cuh", "swizzle of odd rows", "chunk & T::kSwizzle ^ 4", "chunk & T::kSwizzle", "FP32_PARTS"),
     Bug("product_fp32.cuh", "forgotten sum", "acc[m][first * 2 + n][e] += tile", "acc[m][first * 2 + n][e] = tile", "FP32_PARTS"),
     Bug("product_fp32.cuh", "stale fragments", "if (kPrefetch && k + 1 < kSteps) load(k + 1);", "", "FP32_PARTS"),
-    Bug("product.cuh", "order of the contraction", "packed[m][k][(e & 1) * 2 + (e >> 1)]", "packed[m][k][e]", "FP32_BACKWARD"),
-    Bug("product.cuh", "rows for columns", "a_frag[m][1] = pair[2], a_frag[m][2] = pair[1]", "a_frag[m][1] = pair[1], a_frag[m][2] = pair[2]", "FP32_BACKWARD"),
-    Bug("product.cuh", "order of the contraction", "a_frag[m][half] = pair.x, a_frag[m][half + 2] = pair.y;", "a_frag[m][half] = pair.y, a_frag[m][half + 2] = pair.x;", "FP32_SPLIT"),
+    Bug("product.cuh", "order of the contraction", "packed[m][k][(e & 1) * 2 + (e >> 1)]", "packed[m][k][e]", "FP32_BACKWARD_PARTS"),
+    Bug("product.cuh", "rows for columns", "a_frag[m][1] = pair[2], a_frag[m][2] = pair[1]", "a_frag[m][1] = pair[1], a_frag[m][2] = pair[2]", "FP32_BACKWARD_PARTS"),
+    Bug("product.cuh", "order of the contraction", "a_frag[m][half] = pair.x, a_frag[m][half + 2] = pair.y;", "a_frag[m][half] = pair.y, a_frag[m][half + 2] = pair.x;", "FP32_SPLIT_PARTS"),
     Bug("tile.cuh", "half a row", "fragment * 2 + (t >> 1)) + (t & 1) * 8", "fragment * 2) + (t & 1) * 8", "FP32"),
     Bug("tile.cuh", "no swizzle at all", "((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1)", "0", "FP32_PARTS"),
     Bug("mask.cuh", "NaN let through", "(~word & 0x7f800000u) == 0", "false", "FP32_MASK"),
     Bug("bias.cuh", "half a bias", "kIsFp32 || kWideBias", "kWideBias", "FP32_MASK"),
     Bug("half_pairs.cuh", "lost small parts", "each(low, a.low, b_high);", "", "FP32"),
     Bug("half_pairs.cuh", "lost small parts", "each(low, a.high, b_low);", "", "FP32"),
+    Bug("half_pairs.cuh", "lost small parts", "pack<false>(x - rounded.x, y - rounded.y)", "pack<false>(x - rounded.x, 0.f)", "FP32_BACKWARD"),
     Bug("half_pairs.cuh", "wrong tile", "return {base + Half::kBytes}", "return {base}", "FP32"),
-    Bug("half_pairs.cuh", "lost small parts", "pack<false>(x - rounded.x, y - rounded.y)", "pack<false>(x - rounded.x, 0.f)", "FP32"),
+    Bug("half_pairs.cuh", "wrong tile", "{right_first(tile.high(), row, 0), right_first(tile.low(), row, 0)}", "{right_first(tile.high(), row, 0), right_first(tile.high(), row, 0)}", "FP32_BACKWARD"),
     Bug("half_pairs.cuh", "missing factor", "acc[m][n][e] = x * factor;", "acc[m][n][e] = x;", "FP32"),
     Bug("half_pairs.cuh", "missing factor", "acc[m][n][e] += x * factor;", "acc[m][n][e] += x;", "FP32"),
     Bug("half_pairs.cuh", "beyond fp16", "kTop = 15,", "kTop = 18,", "FP32"),
     Bug("half_pairs.cuh", "overlapping blocks", "s.k_start / kBlockN + s.batch :", "s.k_start / kBlockN :", "FP32_VARLEN"),
     Bug("half_pairs.cuh", "head mapping", "* p.num_heads_kv + kv_head", "* p.num_heads_kv", "FP32"),
-    Bug("forward_split.cu", "past the end", "row < rows && row < Half::kRows", "row < Half::kRows", "FP32"),
-    Bug("forward_split.cu", "rows not compared", " && bottom >= top - kSpread", "", "FP32_PARTS"),
-    Bug("forward_split.cu", "NaN let through", "top <= 127 + kLargestExponent && ", "", "FP32_MASK"),
-    Bug("forward_split.cu", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "FP32"),
-    Bug("forward_split.cu", "partial maximum", "lanes >= kLanes; lanes >>= 1", "lanes > kLanes; lanes >>= 1", "FP32"),
-    Bug("forward_split.cu", "wrong tile", "is_v ? index - k_tiles : index", "index % k_tiles + is_v", "FP32"),
+    Bug("half_pairs.cuh", "swapped rows", "row + m * 16 + (e & 1) * 8 + (lane", "row + m * 16 + (e >> 1) * 8 + (lane", "FP32_SPLIT"),
+    Bug("split_pairs.cuh", "past the end", "row < rows && row < Half::kRows", "row < Half::kRows", "FP32"),
+    Bug("split_pairs.cuh", "rows not compared", " && bottom >= top - kSpread", "", "FP32_PARTS"),
+    Bug("split_pairs.cuh", "NaN let through", "top <= 127 + kLargestExponent && ", "", "FP32_MASK"),
+    Bug("split_pairs.cuh", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "FP32"),
+    Bug("split_pairs.cuh", "partial maximum", "int lanes = 16; lanes > 0", "int lanes = 16; lanes > 8", "FP32"),
+    Bug("split_pairs.cuh", "q for dout", "of_dout ? dout_of(p, s, position.head) : q_of", "of_dout ? q_of(p, s, position.head) : q_of", "FP32_BACKWARD"),
+    Bug("split_pairs.cuh", "wrong tile", "split_keys<PairTile<kBlockN, kHeadDimV>>(p, index, true)", "split_keys<PairTile<kBlockN, kHeadDimV>>(p, 0, true)", "FP32"),
     Bug("forward_sm80.cu", "stale exponents", "k_exponent = next_k_exponent, v_exponent = next_v_exponent;", "k_exponent = next_k_exponent;", "FP32"),
     Bug("forward_sm80.cu", "stale exponents", "        if constexpr (kPaired) fetch_exponents(n_next);\n", "", "FP32"),
-    Bug("forward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return forward_in_parts(p);", "", "FP32_PARTS"),
+    Bug("forward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return forward_in_parts(p);", "sync_block_or(out_of_range);", "FP32_PARTS"),
     Bug("softmax.cuh", "lift left in", "row_max[m][half] * scale_log2 - kLift;\n        float factor", "row_max[m][half] * scale_log2;\n        float factor", "FP32"),
+    Bug("backward_sm80.cu", "stale exponents", "dout_exponent = next_dout_exponent, ds_exponent = next_ds_exponent;", "dout_exponent = next_dout_exponent;", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "beyond fp16", "- 126, -2 * kLargestExponent) - kLiftDs", "- 126, -2 * kLargestExponent) - kLiftDs - 14", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return backward_in_parts(p);", "sync_block_or(out_of_range);", "FP32_BACKWARD_PARTS"),
+    Bug("backward_sm80.cu", "lift left in", "power_of_two(dout_exponent - kLiftP));\n            add", "power_of_two(dout_exponent));\n            add", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "wrong rows", "pair_down_first(q_pair(stage), part * 8)", "pair_down_first(q_pair(stage), 0)", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "no zeros", "store_pairs(ds_pair, key_warp, query_warp / 16, none);", "", "FP32_PASSED_OVER"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),
