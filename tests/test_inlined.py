@@ -141,6 +141,25 @@ def test_enable_reads_them_from_the_first_forward_on(name, enabled):
     assert type(model).__name__ not in patcher.unreachable()
 
 
+@pytest.mark.parametrize("name", ["bloom", "falcon", "blip", "speecht5", "sam_vision_model", "trocr"])
+def test_a_default_that_reaches_a_model_inside_was_asked_for_by_nobody(name, enabled):
+    config = shrinking.shrunk(name)
+    for cls in shrinking.model_classes(name, config):
+        for given in (config, config, copy.deepcopy(config)):  # as it is, with what the first model put there, copied
+            with torch.device("meta"):
+                cls(given)
+    assert patcher.honoured() == []
+    with torch.device("meta"):
+        cls._from_config(config, attn_implementation="eager")
+    assert (cls.__name__, "eager") in patcher.honoured()
+
+
+def test_a_model_inside_is_read_also_where_it_is_called_by_itself(enabled):
+    model = shrinking.model_classes("bloom", config := shrinking.shrunk("bloom"))[-1](config).eval()
+    model.base_model(torch.randint(0, 5, (1, 7)))
+    assert {row.calls for row in patcher.report(model).rows} == {1}
+
+
 def test_enable_switches_what_fails_on_its_name_while_it_is_built(enabled):
     """SAM picks a class by the name and has none for ours, its mask decoder asks for an implementation by name."""
     config = shrinking.shrunk("sam")

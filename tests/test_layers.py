@@ -22,7 +22,7 @@ LAYERS = [
     {"mask_functions"},
     {"planning"},
     {"compiler", "emulator", "cases", "pair_planning"},
-    {"tensor_maps"},
+    {"tensor_maps", "tile_counts"},
     {"launcher", "fallback", "pair_fallback"},
     {"execution", "pair_launching"},
     {"ops", "pairs", "captures"},
