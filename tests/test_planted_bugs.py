@@ -53,7 +53,7 @@ class Case:
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
-    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen, uneven, far_apart
+    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen, uneven, far_apart, tiny
 
     @property
     def config(self) -> Config:
@@ -147,9 +147,13 @@ TURING_FORWARD = turing("forward_sm75")
 TURING_BACKWARD = turing("backward_sm75")
 FP32 = forward(dtype=torch.float32, features=("uneven",))
 FP32_PARTS = forward(dtype=torch.float32, features=("far_apart",))
+FP32_TINY = forward(dtype=torch.float32, features=("tiny",))
 FP32_VARLEN = forward(dtype=torch.float32, features=("varlen",))
 FP32_MASK = forward(dtype=torch.float32, features=("mask", "bias", "nan"))
 FP32_BACKWARD = backward(dtype=torch.float32, features=("uneven",))
+FP32_WIDE = backward(
+    dtype=torch.float32, head_dim=96, head_dim_v=96, tile=(64, 32), batch=1, heads=1, heads_kv=1, features=("uneven",)
+)
 FP32_PASSED_OVER = backward(dtype=torch.float32, window=(9, 5), tile=(32, 64))
 FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64)
 FP32_BACKWARD_PARTS = backward(dtype=torch.float32, features=("far_apart",))
@@ -219,13 +223,15 @@ def inputs_of(case: Case) -> Inputs:
     if case.growing:
         k = k + (q.mean() + torch.arange(case.seqlen_k, 0, -1)[:, None, None] / 20).to(case.dtype)
         q = q.abs()
-    if "uneven" in case.features:  # every tile of keys has a largest number of its own, and the last rows are zero
-        size = 2.0 ** (torch.arange(case.seqlen_k) // 32)[:, None, None]
-        k, v = k / size, v * size
+    if "uneven" in case.features:  # every tile, and every other row, has a largest number of its own; the last rows are zero
+        keys, queries = torch.arange(case.seqlen_k)[:, None, None], torch.arange(case.seqlen_q)[:, None, None]
+        size = 2.0 ** (keys // 32 + 3 * (keys % 2))
+        k, v, dout = k / size, v * size, dout * 2.0 ** (queries // 32 * 4)
         k[:, -3:], v[:, -3:] = 0, 0
-    if "far_apart" in case.features:  # one key is too small for a common exponent, and counts
-        v[:, 40] *= 2.0**-40
-        k[:, 40] = 2 * q.mean((1, 2))[:, None]
+    if "far_apart" in case.features:  # one key holds numbers too large for a common exponent, and no row attends to it
+        q, k[:, 40], v[:, 40] = q.abs(), -40, 2.0**40
+    if "tiny" in case.features:  # scores below the smallest number of fp32
+        q, k = q * 2.0**-80, k * 2.0**-80
     if case.low:
         q, k = q.abs(), -8 * k.abs()
     if case.huge_rows:
@@ -614,7 +620,7 @@ BUGS = [
     Bug("half_pairs.cuh", "swapped rows", "row + m * 16 + (e & 1) * 8 + (lane", "row + m * 16 + (e >> 1) * 8 + (lane", "FP32_SPLIT"),
     Bug("split_pairs.cuh", "past the end", "row < rows && row < Half::kRows", "row < Half::kRows", "FP32"),
     Bug("split_pairs.cuh", "rows not compared", " && bottom >= top - kSpread", "", "FP32_PARTS"),
-    Bug("split_pairs.cuh", "NaN let through", "top <= 127 + kLargestExponent && ", "", "FP32_MASK"),
+    Bug("split_pairs.cuh", "below the range", "top >= 127 - kLargestExponent && ", "", "FP32_TINY"),
     Bug("split_pairs.cuh", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "FP32"),
     Bug("split_pairs.cuh", "partial maximum", "int lanes = 16; lanes > 0", "int lanes = 16; lanes > 8", "FP32"),
     Bug("split_pairs.cuh", "q for dout", "of_dout ? dout_of(p, s, position.head) : q_of", "of_dout ? q_of(p, s, position.head) : q_of", "FP32_BACKWARD"),
@@ -623,11 +629,11 @@ BUGS = [
     Bug("forward_sm80.cu", "stale exponents", "        if constexpr (kPaired) fetch_exponents(n_next);\n", "", "FP32"),
     Bug("forward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return forward_in_parts(p);", "sync_block_or(out_of_range);", "FP32_PARTS"),
     Bug("softmax.cuh", "lift left in", "row_max[m][half] * scale_log2 - kLift;\n        float factor", "row_max[m][half] * scale_log2;\n        float factor", "FP32"),
-    Bug("backward_sm80.cu", "stale exponents", "dout_exponent = next_dout_exponent, ds_exponent = next_ds_exponent;", "dout_exponent = next_dout_exponent;", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "stale exponents", "      if constexpr (kPaired) fetch_exponents(next);\n", "", "FP32_BACKWARD"),
     Bug("backward_sm80.cu", "beyond fp16", "- 126, -2 * kLargestExponent) - kLiftDs", "- 126, -2 * kLargestExponent) - kLiftDs - 14", "FP32_BACKWARD"),
     Bug("backward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return backward_in_parts(p);", "sync_block_or(out_of_range);", "FP32_BACKWARD_PARTS"),
     Bug("backward_sm80.cu", "lift left in", "power_of_two(dout_exponent - kLiftP));\n            add", "power_of_two(dout_exponent));\n            add", "FP32_BACKWARD"),
-    Bug("backward_sm80.cu", "wrong rows", "pair_down_first(q_pair(stage), part * 8)", "pair_down_first(q_pair(stage), 0)", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "wrong rows", "pair_down_first(q_pair(stage), part * 8)", "pair_down_first(q_pair(stage), 0)", "FP32_WIDE"),
     Bug("backward_sm80.cu", "no zeros", "store_pairs(ds_pair, key_warp, query_warp / 16, none);", "", "FP32_PASSED_OVER"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
