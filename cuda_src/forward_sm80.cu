@@ -36,6 +36,8 @@ constexpr int kAccumulators = kMFrags * (kBlockN + kPartV) / 2;
 constexpr bool kQInRegisters = !kIsFp32 && kAccumulators + kMFrags * kHeadDim / 4 <= 168;
 constexpr int kQSteps = kQInRegisters ? kHeadDim / kMmaDepth : 1;
 
+constexpr int kLiftP = 7;  // P becomes pairs times 2^kLiftP: it is at most 2^kLag, and fp16 ends at 2^16 and 2^-24
+
 template <bool kPaired> DEVICE void forward(const Params& p);
 // A call, so that its registers are no concern of the other way.
 __device__ __noinline__ void forward_in_parts(const Params& p) { forward<false>(p); }
@@ -250,9 +252,9 @@ template <bool kPaired> DEVICE void forward(const Params& p) {
       if constexpr (kHasDropout && kIsFp32) drop_scores(s_frag, dropout, i_first, n * kBlockN + j_lane);
       if constexpr (kPaired) {
         PairFrags<kMFrags> p_frag[kNFrags / 2];
-        split_accumulators(p_frag, s_frag);
+        split_accumulators(p_frag, s_frag, power_of_two(kLiftP));
         add_pairs<kNFrags / 2>(out_frag, [&](PairFrags<kMFrags>& a, int k) { a = p_frag[k]; }, pair_down_first(v_pair(stage), 0),
-                               power_of_two(v_exponent));
+                               power_of_two(v_exponent - kLiftP));
       } else {
         U32x4 words[(kMFrags + 1) / 2];
         multiply<kBlockN / kMmaDepth>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {

@@ -67,7 +67,7 @@ template <int kM> struct PairFrags {
 
 // Accumulators * factor as A fragments, all steps at once.
 template <int kM, int kN>
-DEVICE void split_accumulators(PairFrags<kM> (&a)[kN / 2], const float (&acc)[kM][kN][4], float factor = 1.f) {
+DEVICE void split_accumulators(PairFrags<kM> (&a)[kN / 2], const float (&acc)[kM][kN][4], float factor) {
 #pragma unroll
   for (int k = 0; k < kN / 2; ++k)
 #pragma unroll

@@ -8,7 +8,6 @@
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kLag = 8.f;  // p <= 256: far from fp16's 65504, and it keeps more small p above fp16's floor
-constexpr float kLift = kIsFp32 ? 7.f : 0.f;  // p is 2^kLift times as large in all: a pair of fp16 (half_pairs.cuh) ends at 2^-24
 
 DEVICE float finite_or_zero(float row_max) { return row_max == negative_infinity() ? 0.f : row_max; }
 
@@ -48,7 +47,7 @@ template <int kM> struct OnlineSoftmax {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float offset = finite_or_zero(row_max[m][half]) * scale_log2 - kLift;
+        const float offset = finite_or_zero(row_max[m][half]) * scale_log2;
         float sum = 0.f;
 #pragma unroll
         for (int n = 0; n < kN; ++n)
@@ -88,7 +87,7 @@ template <int kM> struct OnlineSoftmax {
         sum += shfl_xor(sum, 1);
         sum += shfl_xor(sum, 2);
         const bool empty = row_max[m][half] == negative_infinity() && sum == 0.f;
-        const float max_log2 = empty ? negative_infinity() : row_max[m][half] * scale_log2 - kLift;
+        const float max_log2 = empty ? negative_infinity() : row_max[m][half] * scale_log2;
         float factor, total_log2;
         if (sink_log2 == negative_infinity()) {
           factor = empty ? 0.f : 1.f / sum;
