@@ -31,7 +31,7 @@ constexpr int kDkFrags = kHeadDim / 8 / kSplit, kDvFrags = kHeadDimV / 8 / kSpli
 static_assert(kBlockN % 16 == 0 && kKeyFrags * kNumWarps * 16 == kBlockN * kSplit && kKeyFrags >= 1, "warps share out the keys evenly");
 static_assert(kQueryFrags % 2 == 0 && kQueryFrags <= 16 && kDkFrags % 2 == 0 && kDvFrags % 2 == 0, "fragments come in pairs");
 
-constexpr int kScoreBudget = kHalfPairs ? 144 : kIsFp32 ? 112 : 192;  // registers of dK, dV, S and dP together: more spills
+constexpr int kScoreBudget = kIsFp32 ? 112 : 192;  // registers of dK, dV, S and dP together: more spills
 // Fragments of queries whose S and dP are held at a time: what dK and dV leave of the registers.
 constexpr int kGradientRegisters = kKeyFrags * (kHeadDim + kHeadDimV) / 2 / kSplit;
 constexpr int part_frags(int wanted) {

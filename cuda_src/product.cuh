@@ -69,8 +69,9 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 
 // ---- the products ----
 
-// Steps unrolled where A comes from a tile: in fp32 there are many, of many instructions each.
-constexpr int kStepsAtATime = !kIsFp32 ? 64 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
+// Steps unrolled where A comes from a tile: in TF32 there are many, of many instructions each; in its parts, which only numbers
+// beyond pairs of fp16 take, few are compiled sooner.
+constexpr int kStepsAtATime = !kIsFp32 ? 64 : !kTf32 ? 2 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
 
 // 16 bits: acc += A B over all steps; load_b(b_frag, pair, k) fills the B fragments of a column pair.
 template <int kSteps, int kM, int kN, class LoadA, class LoadB>
