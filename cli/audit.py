@@ -178,8 +178,8 @@ def _print_every(report) -> None:
 
     rendering.table(list(picture.COLUMNS), picture.lines(report), report.model)
     click.echo(summary(report))
-    for reason in report.reasons:
-        click.echo(f"not dispatched: {reason}")
+    for sentence in undispatched(report):
+        click.echo(sentence)
 
 
 def summary(report) -> str:
@@ -187,6 +187,11 @@ def summary(report) -> str:
     asked = f" asks for {', '.join(report.features)}" if report.features else ""
     dims = f", head dim {' and '.join(map(str, report.head_dims))}" if report.head_dims else ""
     return f"{report.dispatched} of {report.modules} attention modules would call flashpatch; attention{asked}{dims}."
+
+
+def undispatched(report) -> list[str]:
+    """Why modules of a GridReport would not call flashpatch, in sentences."""
+    return [f"not dispatched: {reason.removeprefix('not_dispatched: ')}" for reason in report.reasons]
 
 
 def _merged(support):

@@ -455,7 +455,7 @@ def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts, dtype:
     ]
     if limits.matmul_tflops is None or limits.bandwidth_tb_s is None:
         notes.append(
-            f"Nobody measured a {limits.gpu} in {dtype}; give --tflops, --bandwidth and --memory for times, money and fit."
+            f"Nobody measured {limits.gpu} in {dtype}; give --tflops, --bandwidth and --memory for times, money and fit."
         )
     elif not speeds:
         notes.append(

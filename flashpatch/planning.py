@@ -419,7 +419,11 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     """The first tile of the kernel's table that is for such a problem and fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {key: value for key, value in tile.items() if key not in ("dtypes", "features", "short", "tf32", "spill_bytes")}
+        sizes = {
+            key: value
+            for key, value in tile.items()
+            if key not in ("dtypes", "features", "short", "tf32", "spill_bytes")
+        }
         if problem.dtype not in tile.get("dtypes", ("float16", "bfloat16")):
             continue
         if not set(tile.get("features", problem.features)) <= problem.features:

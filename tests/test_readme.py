@@ -132,6 +132,20 @@ def test_speed_table_is_what_was_measured():
     assert f"{report['host_microseconds']['flashpatch']:.0f} µs" in README
 
 
+def test_what_the_first_screen_says_of_speed_is_what_was_measured():
+    """From 2048 tokens on: forward about as fast as the fastest peer, backward faster than every peer that has one."""
+    report = json.loads((ROOT / "tests" / "evidence" / "h200_speed.json").read_text())
+    speeds: dict[tuple, dict[str, float]] = {}
+    for timing in report["timings"]:
+        if timing["shape"]["seqlen"] >= 2048 and timing["tflops"]:
+            cell = timing["direction"], *timing["shape"].values()
+            speeds.setdefault(cell, {})[timing["variant"]] = timing["tflops"]
+    assert len(speeds) > 20
+    for (direction, *_), row in speeds.items():
+        best = max(speed for variant, speed in row.items() if variant != "flashpatch")
+        assert row["flashpatch"] > (0.9 if direction == "forward" else 1.0) * best
+
+
 def test_feature_table_is_what_was_measured():
     from flashpatch import feature_costs
 
