@@ -291,7 +291,9 @@ def _working(kind: _Kind, context: int, element: int, kernel: bool) -> tuple[flo
     rows, keys = kind.lengths(context)
     if kernel:
         statistics = 4 * rows * kind.heads_q
-        return statistics, statistics
+        # in fp32 q, k and v as pairs of fp16, which kernels read instead
+        numbers = rows * kind.heads_q * kind.head_dim + keys * kind.heads_kv * (kind.head_dim + kind.head_dim_v)
+        return statistics + (4 * numbers if element == 4 else 0), statistics
     scores = kind.heads_q * rows * keys
     # repeated keys and values are written out for every query head
     alike = kind.heads_q == kind.heads_kv
