@@ -364,7 +364,7 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
                 score = score_log2(sequence, scores, s, kHasBias ? bias.value(m, n & 1, e) : 0.f, i, j, derivative);
               s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
               if constexpr (kHasDropout) {  // s holds P / (1 - dropout_p), delta as much less
-                const bool right = kKeyFrags == 1 ? key_warp >> 4 & 1 : m;
+                const bool right = kKeyFrags == 1 ? j_first >> 4 & 1 : m;
                 const float kept = draws.keeps(dropout, e & 1, multiplier(row_group >> 1 & 1, n & 1, right, half)) ? s : 0.f;
                 dp = kept * dp - s * (e & 1 ? delta.y : delta.x);
                 s = kept;

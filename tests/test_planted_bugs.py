@@ -732,6 +732,41 @@ def test_kernels_as_they_are_survive(name, monkeypatch):
     assert run(CASES[name], None, monkeypatch) is None
 
 
+def tiles_of_the_matrix():
+    """Every shape of tile that some generation, dtype and head dim has, for kernels whose shapes differ in little else."""
+    shapes = {
+        (kernel, tile["block_m"], tile["block_n"], tile["num_warps"], dtype)
+        for kernel in ("forward_sm80", "backward_sm80", "forward_sm75", "backward_sm75")
+        for tiles in planning.support().tiles[kernel].values()
+        for tile in tiles
+        for dtype in (("float32",) if tile.get("dtypes") == ["float32"] else ("float16",))
+    }
+    return [pytest.param(*shape, id="-".join(map(str, shape))) for shape in sorted(shapes)]
+
+
+@pytest.mark.parametrize("kernel, block_m, block_n, num_warps, dtype", tiles_of_the_matrix())
+def test_a_feature_means_the_same_in_every_shape_of_tile(kernel, block_m, block_n, num_warps, dtype, monkeypatch):
+    """Masks, biases and dropout are laid out by tiles and by warps; tables give smaller GPUs shapes that no H200 uses."""
+    head_dim = 8 * num_warps if num_warps > 4 else 32  # as many columns as warps share out
+    case = Case(
+        kernel,
+        dtype=getattr(torch, dtype),
+        tile=(block_m, block_n),
+        num_warps=num_warps,
+        num_stages=1,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        batch=1,
+        heads=2,
+        heads_kv=1,
+        seqlen_q=block_m + 45,
+        seqlen_k=block_n + 77,
+        dropout_p=0.3,
+        features=frozenset(("mask", "bias", "nan")),
+    )
+    assert run(case, None, monkeypatch) is None
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.source.split('.')[0]}-{bug.kind}-{bug.case}")
 def test_planted_bug_is_noticed(bug, monkeypatch):
     assert run(CASES[bug.case], bug.patch, monkeypatch) is not None, f"nobody noticed: {bug}"
