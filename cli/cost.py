@@ -104,7 +104,7 @@ def _print(report) -> None:
 
 def _summary(report) -> str:
     return (
-        f"{report.model}: {report.parameters / 1e9:.3g} B parameters, {_size(report.weights_bytes)} of weights, attention in "
+        f"{report.model}: {report.parameters:,} parameters, {_size(report.weights_bytes)} of weights, attention in "
         f"{report.dtype}, batch {report.batch}, on {report.ceilings.gpu}."
     )
 

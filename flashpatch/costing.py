@@ -291,7 +291,9 @@ def _working(kind: _Kind, context: int, element: int, kernel: bool) -> tuple[flo
     rows, keys = kind.lengths(context)
     if kernel:
         statistics = 4 * rows * kind.heads_q
-        return statistics, statistics
+        # in fp32 q, k and v as pairs of fp16, which kernels read instead
+        numbers = rows * kind.heads_q * kind.head_dim + keys * kind.heads_kv * (kind.head_dim + kind.head_dim_v)
+        return statistics + (4 * numbers if element == 4 else 0), statistics
     scores = kind.heads_q * rows * keys
     # repeated keys and values are written out for every query head
     alike = kind.heads_q == kind.heads_kv
@@ -452,9 +454,14 @@ def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts, dtype:
         "Without a kernel, times and bytes are the least eager attention can take: each pass at full bandwidth.",
     ]
     if limits.matmul_tflops is None or limits.bandwidth_tb_s is None:
-        notes.append(
-            f"Nobody measured {limits.gpu} in {dtype}; give --tflops, --bandwidth and --memory for times, money and fit."
-        )
+        lacking = [
+            ("--tflops", limits.matmul_tflops),
+            ("--bandwidth", limits.bandwidth_tb_s),
+            ("--memory", limits.memory_bytes),
+        ]
+        options = [option for option, value in lacking if value is None]
+        gains = "times and money" if limits.memory_bytes is not None else "times, money and fit"
+        notes.append(f"No ceilings of {limits.gpu} in {dtype} are on record; give {' and '.join(options)} for {gains}.")
     elif not speeds:
         notes.append(
             "Times are at the given ceilings as if attention reached the matrix product's; expect it to take longer."

@@ -70,8 +70,9 @@ def configs_on(capability):
                 *map(lambda f: frozenset([f]), MATRIX.features),
             ]:
                 head_dims = (bucket, min(bucket, other)), (min(bucket, other), bucket)
-                for (head_dim, head_dim_v), short in itertools.product(head_dims, (False, True)):
-                    problem = Problem(MATRIX.kernels[kernel], dtype, head_dim, head_dim_v, asked, short)
+                tf32 = {False, dtype == "float32"}
+                for (head_dim, head_dim_v), short, rounded in itertools.product(head_dims, (False, True), tf32):
+                    problem = Problem(MATRIX.kernels[kernel], dtype, head_dim, head_dim_v, asked, short, rounded)
                     config = planning._config(problem, device, kernel, (head_dim, head_dim_v), MATRIX)
                     if config is not None:
                         yield device, config

@@ -807,6 +807,18 @@ def test_a_file_that_is_no_trace_is_a_sentence(tmp_path, content):
         profiles.read(path)
 
 
+def test_events_no_profiler_writes_are_passed_over():
+    odd = [
+        7,
+        None,
+        {"ph": "X", "name": 5, "dur": "a", "ts": None, "cat": "kernel"},
+        {"ph": "X", "name": "a", "args": 3},
+    ]
+    kernel = {"ph": "X", "name": "flash_fwd_kernel", "cat": "kernel", "dur": 2000, "ts": 1, "args": {"stream": 7}}
+    assert profiles.classify(odd).families == []
+    assert [row.milliseconds for row in profiles.classify([*odd, kernel]).families] == [2.0]
+
+
 def test_the_trace_can_run_the_profiler_beside_it():
     with flashpatch.trace(profile=True) as t:
         F.scaled_dot_product_attention(*qkv())
