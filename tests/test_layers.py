@@ -28,7 +28,7 @@ LAYERS = [
     {"ops", "pairs", "captures"},
     {"interface"},
     {"inlined", "module_reading"},
-    {"patcher"},
+    {"patcher", "module_stack"},
     {"registration", "models", "model_verification", "environment", "tracing"},
     {"dry_runs"},
     {"verification", "auditing", "benchmarking", "feature_peers"},
