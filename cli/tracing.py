@@ -128,7 +128,7 @@ def _print(name: str, done) -> None:
         calls = "+".join(str(count) for count in (row.calls, row.recomputes, row.backward_calls) if count)
         rows.append([
             row.path, families.BY_NAME[row.family].title + (f" ({row.kernel})" if row.kernel else ""), calls,
-            f"{row.q} x {row.k[2]}", row.dtype, row.mask, _figure(row.milliseconds), f"{row.flops / 1e9:.3g}",
+            f"{row.q} x {row.k[2]}", row.dtype, row.mask, rendering.figure(row.milliseconds), f"{row.flops / 1e9:.3g}",
             size(row.bytes), held,
         ])  # fmt: skip
     columns = ["module", "ran on", "calls", "q x keys", "dtype", "mask", "ms", "GFLOP", "moved", "matrix in memory"]
@@ -148,10 +148,6 @@ def _print(name: str, done) -> None:
     )
     for violation, paths in grouped_violations(done.violations):
         click.echo(f"BUDGET {violation.rule}: {places(paths)} {violation.text}")
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 # ---- a profiler's trace ----

@@ -8,6 +8,7 @@
 // queries' columns of S^T, P^T goes through shared memory too, and each keeps half of the columns of dK and dV.
 #include "bias.cuh"
 #include "dropout.cuh"
+#include "half_pairs.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
 #include "product.cuh"
@@ -17,6 +18,12 @@ using VTile = Tile<kBlockN, kHeadDimV>;
 using QTile = Tile<kBlockM, kHeadDim>;
 using DoutTile = Tile<kBlockM, kHeadDimV>;
 using ScoreTile = Tile<kBlockN, kBlockM>;  // dS^T, P^T
+// In fp32, where all tiles are in range of fp16: a pair of fp16 tiles in place of each of these.
+using KPair = PairTile<kBlockN, kHeadDim>;
+using VPair = PairTile<kBlockN, kHeadDimV>;
+using QPair = PairTile<kBlockM, kHeadDim>;
+using DoutPair = PairTile<kBlockM, kHeadDimV>;
+using ScorePair = PairTile<kBlockN, kBlockM>;
 
 constexpr int kSplit = KeysDown::kSplit;
 constexpr int kKeyFrags = KeysDown::kM, kQueryFrags = KeysDown::kN;  // of 16 keys, of 8 queries, per warp
@@ -64,7 +71,15 @@ struct QueryBlock {
   int head, m_block;  // head within the group
 };
 
-KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
+// P is at most 1 / (1 - dropout_p). It and dS become pairs times a power of two, dS one that brings a bound of it to below 2^14.
+constexpr int kLiftP = kHasDropout ? 10 : 14, kLiftDs = kHasDropout ? 10 : 14;
+constexpr float kMostDropout = 0.9f;
+
+template <bool kPaired> DEVICE void backward(const Params& p);
+// A call, so that its registers are no concern of the other way.
+__device__ __noinline__ void backward_in_parts(const Params& p) { backward<false>(p); }
+
+template <bool kPaired> DEVICE void backward(const Params& p) {
   const Position position = position_of(block_index(), p.n_blocks, p.num_heads_kv);
   const int n_block = position.block, first_key = n_block * kBlockN, group = p.num_heads_q / p.num_heads_kv;
   const Sequence sequence = sequence_of(p, position.batch);
@@ -75,6 +90,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   const KTile k_smem = {smem};
   const VTile v_smem = {smem + kVOffset};
   const ScoreTile ds_smem = {smem + kDsOffset}, p_smem = {smem + kPOffset};
+  const ScorePair ds_pair = {smem + kDsOffset}, p_pair = {smem + kPOffset};
   const auto q_smem = [&](int stage) { return QTile{smem + kQOffset + stage * QTile::kBytes}; };
   const auto dout_smem = [&](int stage) { return DoutTile{smem + kDoutOffset + stage * DoutTile::kBytes}; };
 
@@ -86,10 +102,40 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
 
   // ---- query blocks, one after the other ----
 
+  const u8* const k_record = record_of<KPair>(p.k_pairs, key_block_offset(p, sequence, position.head, n_block));
+  const u8* const v_record = record_of<VPair>(p.v_pairs, key_block_offset(p, sequence, position.head, n_block));
+  const auto block_of = [&](QueryBlock b) { return query_block_offset(p, sequence, position.head * group + b.head, b.m_block); };
+  const auto q_pair = [&](int stage) { return QPair{smem + kQOffset + stage * QPair::kBytes}; };
+  const auto dout_pair = [&](int stage) { return DoutPair{smem + kDoutOffset + stage * DoutPair::kBytes}; };
+  if constexpr (kPaired) {
+    const int count = m_blocks.end - m_blocks.begin;
+    bool out_of_range = p.dropout_p > kMostDropout;
+    if (count > 0) out_of_range |= exponent_of<KPair>(k_record) == kOutOfRange || exponent_of<VPair>(v_record) == kOutOfRange;
+    for (int i = thread_index(); i < group * count; i += kThreads) {
+      const i64 at = block_of({i / count, m_blocks.begin + i % count});
+      out_of_range |= exponent_of<QPair>(record_of<QPair>(p.q_pairs, at)) == kOutOfRange ||
+                      exponent_of<DoutPair>(record_of<DoutPair>(p.dout_pairs, at)) == kOutOfRange;
+    }
+    if (sync_block_or(out_of_range)) return backward_in_parts(p);
+  }
   const auto load_queries = [&](QueryBlock b, int stage) {
     const int head = position.head * group + b.head, first = b.m_block * kBlockM;
-    load_tile(q_smem(stage), q_of(p, sequence, head).from(first), 0, sequence.q_length - first, p.head_dim);
-    load_tile(dout_smem(stage), dout_of(p, sequence, head).from(first), 0, sequence.q_length - first, p.head_dim_v);
+    if constexpr (kPaired) {
+      load_pairs(q_pair(stage), record_of<QPair>(p.q_pairs, block_of(b)));
+      load_pairs(dout_pair(stage), record_of<DoutPair>(p.dout_pairs, block_of(b)));
+    } else {
+      load_tile(q_smem(stage), q_of(p, sequence, head).from(first), 0, sequence.q_length - first, p.head_dim);
+      load_tile(dout_smem(stage), dout_of(p, sequence, head).from(first), 0, sequence.q_length - first, p.head_dim_v);
+    }
+  };
+  // Exponents of q, dout and dS; |dS| <= P (|v| |dout| + |delta|).
+  int q_exponent = 0, dout_exponent = 0, ds_exponent = 0, next_q_exponent = 0, next_dout_exponent = 0, next_ds_exponent = 0;
+  const auto fetch_exponents = [&](QueryBlock b) {
+    const u8* const dout_record = record_of<DoutPair>(p.dout_pairs, block_of(b));
+    const float bound = norm_of<VPair>(v_record) * norm_of<DoutPair>(dout_record) + delta_of<DoutPair>(dout_record);
+    next_q_exponent = exponent_of<QPair>(record_of<QPair>(p.q_pairs, block_of(b)));
+    next_dout_exponent = exponent_of<DoutPair>(dout_record);
+    next_ds_exponent = larger((int)(bits_of(bound) >> 23) - 126, -2 * kLargestExponent) - kLiftDs;
   };
   // logsumexp in base 2 and delta of row thread_index(), on their way to shared memory. +inf where a row sees nothing or is
   // none: exp2(S - inf) = 0.
@@ -203,8 +249,14 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   QueryBlock block = find_block({0, m_blocks.begin}), before = block;
   if (block.head < group) {
     const int rows = sequence.k_length - first_key;
-    load_tile(k_smem, k_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim);
-    load_tile(v_smem, v_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim_v);
+    if constexpr (kPaired) {
+      load_pairs(KPair{smem}, k_record);
+      load_pairs(VPair{smem + kVOffset}, v_record);
+      fetch_exponents(block);
+    } else {
+      load_tile(k_smem, k_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim);
+      load_tile(v_smem, v_of(p, sequence, position.head).from(first_key), 0, rows, p.head_dim_v);
+    }
     load_queries(block, 0);
     if constexpr (kHasBias) load_next_bias(block);
     cp_async_commit();
@@ -215,6 +267,9 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
 
   const Window16<KTile> k_rows = left_rows(k_smem, key_warp);
   const Window16<VTile> v_rows = left_rows(v_smem, key_warp);
+  const auto k_pair_rows = pair_down_first(KPair{smem}, key_warp);
+  const auto v_pair_rows = pair_down_first(VPair{smem + kVOffset}, key_warp);
+  const int k_exponent = kPaired ? exponent_of<KPair>(k_record) : 0, v_exponent = kPaired ? exponent_of<VPair>(v_record) : 0;
 
   int stage = 0;
   bool first_round = true;
@@ -224,7 +279,8 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     if constexpr (kDeterministic) {
       if (!first_round) pass_turn(before);
     }
-    if constexpr (kHasBounds || kHasMask) {
+    if constexpr (kPaired) q_exponent = next_q_exponent, dout_exponent = next_dout_exponent, ds_exponent = next_ds_exponent;
+    if constexpr (!kPaired && (kHasBounds || kHasMask)) {
       if (first_round) non_finite = take_out_non_finite<2 * kKeyFrags>(k_smem, [&](int c) { return key_lane + c * 8; });
     }
     first_round = false;
@@ -243,6 +299,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
       if constexpr (kHasMask) fetch_mask(next);
       if constexpr (kNumStages == 2) load_queries(next, stage ^ 1);
       fetch_statistics(next);
+      if constexpr (kPaired) fetch_exponents(next);
     }
     cp_async_commit();
 
@@ -253,19 +310,26 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     const auto visit = [&](auto mask) {
 #pragma unroll kPartsAtATime
       for (int part = 0; part < kQueryFrags; part += kPartFrags) {
-        const int column = query_lane + part * 8, i_first = block.m_block * kBlockM + column;
+        const int column_warp = query_warp + part * 8, column = query_lane + part * 8, i_first = block.m_block * kBlockM + column;
 
         // S^T = K Q^T, dP^T = V dO^T
         float s_frag[kKeyFrags][kPartFrags][4], dp_frag[kKeyFrags][kPartFrags][4];  // [keys of the warp, queries of the part]
-        clear(s_frag);
-        multiply_transposed<kHeadDim / kMmaDepth>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
-                                           right_first(q_smem(stage), query_warp + part * 8, 0));
+        if constexpr (kPaired) {
+          multiply_pairs_transposed<kHeadDim / 16>(s_frag, [&](PairFrags<kKeyFrags>& a, int k) { load_pair_rows(a, k_pair_rows, k); },
+                                                   pair_right_first(q_pair(stage), column_warp), power_of_two(k_exponent + q_exponent));
+          multiply_pairs_transposed<kHeadDimV / 16>(dp_frag, [&](PairFrags<kKeyFrags>& a, int k) { load_pair_rows(a, v_pair_rows, k); },
+                                                    pair_right_first(dout_pair(stage), column_warp), power_of_two(v_exponent + dout_exponent));
+        } else {
+          clear(s_frag);
+          multiply_transposed<kHeadDim / kMmaDepth>(s_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, k_rows, k); },
+                                             right_first(q_smem(stage), column_warp, 0));
+          clear(dp_frag);
+          multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
+                                              right_first(dout_smem(stage), column_warp, 0));
+        }
         if constexpr (mask.kOn && (kHasBounds || kHasMask)) {
           if (non_finite != 0) blot_out<true>(s_frag, non_finite);  // P and dS become NaN with S
         }
-        clear(dp_frag);
-        multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
-                                            right_first(dout_smem(stage), query_warp + part * 8, 0));
 
         float* dbias = nullptr;
         if (kHasBias && p.dbias_accum) dbias = bias_gradient_tile(p, position.batch, head, n_block, block.m_block);
@@ -300,7 +364,7 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
                 score = score_log2(sequence, scores, s, kHasBias ? bias.value(m, n & 1, e) : 0.f, i, j, derivative);
               s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
               if constexpr (kHasDropout) {  // s holds P / (1 - dropout_p), delta as much less
-                const bool right = kKeyFrags == 1 ? key_warp >> 4 & 1 : m;
+                const bool right = kKeyFrags == 1 ? j_first >> 4 & 1 : m;
                 const float kept = draws.keeps(dropout, e & 1, multiplier(row_group >> 1 & 1, n & 1, right, half)) ? s : 0.f;
                 dp = kept * dp - s * (e & 1 ? delta.y : delta.x);
                 s = kept;
@@ -325,26 +389,47 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
             }
           }
         }
-        u32 p_packed[kKeyFrags][kPartFrags][kPacked], ds_packed[kKeyFrags][kPartFrags][kPacked];
-        pack_accumulators(p_packed, s_frag);
-        pack_accumulators(ds_packed, dp_frag);
-        store_packed(ds_smem, key_warp, (query_warp + part * 8) / 16, ds_packed);
-
         // dV += P^T dO, dK += dS^T Q
-        if constexpr (kSplit == 1) {
-          multiply<kPartFrags * 8 / kMmaDepth>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, p_packed, k); },
-                                   right_rows(dout_smem(stage), part * 8));
-          multiply<kPartFrags * 8 / kMmaDepth>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, ds_packed, k); },
-                                   right_rows(q_smem(stage), part * 8));
+        if constexpr (kPaired) {
+          PairFrags<kKeyFrags> p_frag[kPartFrags / 2], ds_frag[kPartFrags / 2];
+          split_accumulators(p_frag, s_frag, power_of_two(kLiftP));
+          split_accumulators(ds_frag, dp_frag, power_of_two(-ds_exponent));
+          store_pairs(ds_pair, key_warp, column_warp / 16, ds_frag);
+          if constexpr (kSplit == 1) {
+            add_pairs<kPartFrags / 2>(dv_frag, [&](PairFrags<kKeyFrags>& a, int k) { a = p_frag[k]; },
+                                      pair_down_first(dout_pair(stage), part * 8), power_of_two(dout_exponent - kLiftP));
+            add_pairs<kPartFrags / 2>(dk_frag, [&](PairFrags<kKeyFrags>& a, int k) { a = ds_frag[k]; },
+                                      pair_down_first(q_pair(stage), part * 8), power_of_two(q_exponent + ds_exponent));
+          } else {
+            store_pairs(p_pair, key_warp, column_warp / 16, p_frag);
+          }
         } else {
-          store_packed(p_smem, key_warp, (query_warp + part * 8) / 16, p_packed);
+          u32 p_packed[kKeyFrags][kPartFrags][kPacked], ds_packed[kKeyFrags][kPartFrags][kPacked];
+          pack_accumulators(p_packed, s_frag);
+          pack_accumulators(ds_packed, dp_frag);
+          store_packed(ds_smem, key_warp, column_warp / 16, ds_packed);
+
+          if constexpr (kSplit == 1) {
+            multiply<kPartFrags * 8 / kMmaDepth>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, p_packed, k); },
+                                     right_rows(dout_smem(stage), part * 8));
+            multiply<kPartFrags * 8 / kMmaDepth>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, ds_packed, k); },
+                                     right_rows(q_smem(stage), part * 8));
+          } else {
+            store_packed(p_smem, key_warp, column_warp / 16, p_packed);
+          }
         }
       }
     };
     if (!sees) {
-      const u32 none[kKeyFrags][kQueryFrags][kPacked] = {};
-      store_packed(ds_smem, key_warp, query_warp / 16, none);
-      if constexpr (kSplit > 1) store_packed(p_smem, key_warp, query_warp / 16, none);
+      if constexpr (kPaired) {
+        const PairFrags<kKeyFrags> none[kQueryFrags / 2] = {};
+        store_pairs(ds_pair, key_warp, query_warp / 16, none);
+        if constexpr (kSplit > 1) store_pairs(p_pair, key_warp, query_warp / 16, none);
+      } else {
+        const u32 none[kKeyFrags][kQueryFrags][kPacked] = {};
+        store_packed(ds_smem, key_warp, query_warp / 16, none);
+        if constexpr (kSplit > 1) store_packed(p_smem, key_warp, query_warp / 16, none);
+      }
     } else if (masked) {
       visit(Switch<true>{});
     } else {
@@ -357,11 +442,19 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
         if (next.head < group) load_next_bias(next);
         cp_async_commit();
       }
-      const auto p_rows = left_rows_of_packed(p_smem, key_warp), ds_rows = left_rows_of_packed(ds_smem, key_warp);
-      multiply<kBlockM / kMmaDepth, kSplit, kStepsAtATime>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
-                                     right_rows(dout_smem(stage), 0, warp_d));
-      multiply<kBlockM / kMmaDepth, kSplit, kStepsAtATime>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
-                                     right_rows(q_smem(stage), 0, warp_d));
+      if constexpr (kPaired) {
+        const auto p_rows = pair_down_first(p_pair, key_warp), ds_rows = pair_down_first(ds_pair, key_warp);
+        add_pairs<kBlockM / 16, kSplit>(dv_frag, [&](PairFrags<kKeyFrags>& a, int k) { load_pair_rows(a, p_rows, k); },
+                                        pair_down_first(dout_pair(stage), 0), power_of_two(dout_exponent - kLiftP), warp_d);
+        add_pairs<kBlockM / 16, kSplit>(dk_frag, [&](PairFrags<kKeyFrags>& a, int k) { load_pair_rows(a, ds_rows, k); },
+                                        pair_down_first(q_pair(stage), 0), power_of_two(q_exponent + ds_exponent), warp_d);
+      } else {
+        const auto p_rows = left_rows_of_packed(p_smem, key_warp), ds_rows = left_rows_of_packed(ds_smem, key_warp);
+        multiply<kBlockM / kMmaDepth, kSplit, kStepsAtATime>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, p_rows, k); },
+                                       right_rows(dout_smem(stage), 0, warp_d));
+        multiply<kBlockM / kMmaDepth, kSplit, kStepsAtATime>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, ds_rows, k); },
+                                       right_rows(q_smem(stage), 0, warp_d));
+      }
     }
     if constexpr (kDeterministic) await_turn(block);
     sync_block();  // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
@@ -378,14 +471,19 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
     // dQ += dS K
     const int dq_m = warp_index() / kDqWarpsN * kDqRowFrags, dq_n = warp_index() % kDqWarpsN;
     const auto ds_columns = left_columns(ds_smem);
+    const auto ds_pair_columns = pair_right_first(ds_pair, 0);
     float* dq_accum = p.dq_accum + query_block_offset(p, sequence, head, block.m_block) * (kBlockM * kHeadDim);
 #pragma unroll 1
     for (int pair = 0; pair < kDqPairs; pair += kPassPairs) {
       float dq_frag[kDqRowFrags][kPassPairs * 2][4];
       clear(dq_frag);
-      multiply<kBlockN / kMmaDepth, kDqWarpsN, kStepsAtATime>(
-          dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) { load_columns(a_frag, ds_columns, k, dq_m); },
-          right_rows(k_smem, 0, pair * kDqWarpsN + dq_n));
+      if constexpr (kPaired)
+        add_pairs<kBlockN / 16, kDqWarpsN>(dq_frag, [&](PairFrags<kDqRowFrags>& a, int k) { load_pair_columns(a, ds_pair_columns, k, dq_m); },
+                                           pair_down_first(KPair{smem}, 0), power_of_two(k_exponent + ds_exponent), pair * kDqWarpsN + dq_n);
+      else
+        multiply<kBlockN / kMmaDepth, kDqWarpsN, kStepsAtATime>(
+            dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) { load_columns(a_frag, ds_columns, k, dq_m); },
+            right_rows(k_smem, 0, pair * kDqWarpsN + dq_n));
 #pragma unroll
       for (int m = 0; m < kDqRowFrags; ++m)
 #pragma unroll
@@ -414,3 +512,5 @@ KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) {
   store_tile(k_smem, dk_of(p, sequence, position.head).from(first_key), rows, p.head_dim);
   store_tile(v_smem, dv_of(p, sequence, position.head).from(first_key), rows, p.head_dim_v);
 }
+
+KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) { backward<kHalfPairs>(p); }

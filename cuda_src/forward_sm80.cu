@@ -6,6 +6,7 @@
 // columns of out.
 #include "bias.cuh"
 #include "dropout.cuh"
+#include "half_pairs.cuh"
 #include "mask.cuh"
 #include "mask_tiles.cuh"
 #include "product.cuh"
@@ -15,6 +16,10 @@ using KTile = Tile<kBlockN, kHeadDim>;
 constexpr int kVParts = kHeadDimV > 256 ? 2 : 1, kPartV = kHeadDimV / kVParts;
 using VTile = Tile<kBlockN, kPartV>;
 using OutTile = Tile<kBlockM, kPartV>;
+// In fp32, where all tiles of a query block are in range of fp16: a pair of fp16 tiles in place of each of these.
+using QPair = PairTile<kBlockM, kHeadDim>;
+using KPair = PairTile<kBlockN, kHeadDim>;
+using VPair = PairTile<kBlockN, kPartV>;
 
 constexpr int kRowsPerWarp = kBlockM / kNumWarps;
 constexpr int kMFrags = QueriesDown::kM, kNFrags = QueriesDown::kN, kOutFrags = kPartV / 8;
@@ -31,7 +36,13 @@ constexpr int kAccumulators = kMFrags * (kBlockN + kPartV) / 2;
 constexpr bool kQInRegisters = !kIsFp32 && kAccumulators + kMFrags * kHeadDim / 4 <= 168;
 constexpr int kQSteps = kQInRegisters ? kHeadDim / kMmaDepth : 1;
 
-KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
+constexpr int kLiftP = 7;  // P becomes pairs times 2^kLiftP: it is at most 2^kLag, and fp16 ends at 2^16 and 2^-24
+
+template <bool kPaired> DEVICE void forward(const Params& p);
+// A call, so that its registers are no concern of the other way.
+__device__ __noinline__ void forward_in_parts(const Params& p) { forward<false>(p); }
+
+template <bool kPaired> DEVICE void forward(const Params& p) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
   const u32 index = block_index() / kVParts;
   const int first_v = (int)(block_index() % kVParts) * kPartV;
@@ -53,14 +64,36 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 
   const auto k_smem = [&](int stage) { return KTile{smem + kKOffset + stage * KTile::kBytes}; };
   const auto v_smem = [&](int stage) { return VTile{smem + kVOffset + stage * VTile::kBytes}; };
-  // Keys no row of this block sees are not read.
+  const auto k_pair = [&](int stage) { return KPair{smem + kKOffset + stage * KPair::kBytes}; };
+  const auto v_pair = [&](int stage) { return VPair{smem + kVOffset + stage * VPair::kBytes}; };
+  const u8* const q_record = record_of<QPair>(p.q_pairs, query_block_offset(p, sequence, head, m_block));
+  const auto k_record = [&](int n) { return record_of<KPair>(p.k_pairs, key_block_offset(p, sequence, kv_head, n)); };
+  const auto v_record = [&](int n) { return record_of<VPair>(p.v_pairs, key_block_offset(p, sequence, kv_head, n)); };
+  // Tiles come as they are, keys no row of this block sees not read; or paired, from records.
+  const auto load_q = [&] {
+    if constexpr (kPaired) load_pairs(QPair{smem}, q_record);
+    else load_tile(q_smem, q_of(p, sequence, head).from(m_block * kBlockM), 0, q_rows, p.head_dim);
+  };
   const auto load_k = [&](int n, int stage) {
     const int first = n * kBlockN;
-    load_tile(k_smem(stage), k_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim);
+    if constexpr (kPaired) load_pairs(k_pair(stage), k_record(n));
+    else load_tile(k_smem(stage), k_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim);
   };
   const auto load_v = [&](int n, int stage) {
     const int first = n * kBlockN;
-    load_tile(v_smem(stage), v_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim_v - first_v);
+    if constexpr (kPaired) load_pairs(v_pair(stage), v_record(n));
+    else load_tile(v_smem(stage), v_rows.from(first), keys.any.begin - first, keys.any.end - first, p.head_dim_v - first_v);
+  };
+  if constexpr (kPaired) {
+    bool out_of_range = exponent_of<QPair>(q_record) == kOutOfRange;
+    for (int n = n_first + thread_index(); n <= n_last; n += kThreads)
+      out_of_range |= exponent_of<KPair>(k_record(n)) == kOutOfRange || exponent_of<VPair>(v_record(n)) == kOutOfRange;
+    if (sync_block_or(out_of_range)) return forward_in_parts(p);
+  }
+  int k_exponent = 0, v_exponent = 0, next_k_exponent = 0, next_v_exponent = 0;
+  const auto fetch_exponents = [&](int n) {
+    next_k_exponent = exponent_of<KPair>(k_record(n));
+    next_v_exponent = exponent_of<VPair>(v_record(n));
   };
 
   // This thread's first element of a C fragment
@@ -85,11 +118,12 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   MaskTiles<QueriesDown> mask_tiles;
   if constexpr (kHasMask) mask_tiles.open(p, position.batch, head, m_block);
   const auto find_block = [&](int n) {
-    if constexpr (kHasMask)
+    if constexpr (kHasMask) {
       for (; n >= n_first; --n) {
         mask_tiles.look(p, n);
         if (mask_tiles.sees(n)) break;
       }
+    }
     return n;
   };
   bool hidden = false, next_hidden = false;  // whether the mask hides some of a tile
@@ -112,19 +146,21 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
     stage = 0;
     n = find_block(n_last);
     if (n >= n_first) {
-      load_tile(q_smem, q_of(p, sequence, head).from(m_block * kBlockM), 0, q_rows, p.head_dim);
+      load_q();
       load_k(n, 0);
       if constexpr (kNumStages == 2) load_v(n, 0);
       if constexpr (kHasBias) load_next_bias(n);
       cp_async_commit();
       fetch_mask(n);
+      if constexpr (kPaired) fetch_exponents(n);
     }
   };
   begin();
 
   const Window16<QTile> q_window = left_rows(q_smem, warp_row);
+  const auto q_pair_rows = pair_down_first(QPair{smem}, warp_row);
   u32 q_frag[kQSteps][kMFrags][4];
-  const auto load_q = [&](u32 (&a_frag)[kMFrags][4], int k) {
+  const auto load_q_frag = [&](u32 (&a_frag)[kMFrags][4], int k) {
 #pragma unroll
     for (int m = 0; m < kMFrags; ++m) {
       if constexpr (kQInRegisters) {
@@ -151,6 +187,7 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
       }
       first = false;
       if constexpr (kHasMask) hidden = next_hidden, mask_bits = next_mask_bits;
+      if constexpr (kPaired) k_exponent = next_k_exponent, v_exponent = next_v_exponent;
       const int n_next = find_block(n - 1);
       if constexpr (kNumStages == 2) {
         if (n_next >= n_first) load_k(n_next, stage ^ 1), load_v(n_next, stage ^ 1);
@@ -158,7 +195,10 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
         load_v(n, 0);
       }
       cp_async_commit();
-      if (n_next >= n_first) fetch_mask(n_next);
+      if (n_next >= n_first) {
+        fetch_mask(n_next);
+        if constexpr (kPaired) fetch_exponents(n_next);
+      }
 
       u32 non_finite = 0;
       const auto take_out_of_v = [&] {
@@ -171,8 +211,14 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 
       // S = Q K^T
       float s_frag[kMFrags][kNFrags][4];  // [rows of the warp, kBlockN]
-      clear(s_frag);
-      multiply_transposed<kHeadDim / kMmaDepth>(s_frag, load_q, right_first(k_smem(stage), 0, 0));
+      if constexpr (kPaired) {
+        multiply_pairs_transposed<kHeadDim / 16>(
+            s_frag, [&](PairFrags<kMFrags>& a, int k) { load_pair_rows(a, q_pair_rows, k); }, pair_right_first(k_pair(stage), 0),
+            power_of_two(exponent_of<QPair>(q_record) + k_exponent));
+      } else {
+        clear(s_frag);
+        multiply_transposed<kHeadDim / kMmaDepth, kHalfPairs ? 32 : 64>(s_frag, load_q_frag, right_first(k_smem(stage), 0, 0));
+      }
 
       if constexpr (kNumStages == 1) {
         cp_async_wait<0>();
@@ -204,18 +250,26 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
 
       // O += P V
       if constexpr (kHasDropout && kIsFp32) drop_scores(s_frag, dropout, i_first, n * kBlockN + j_lane);
-      U32x4 words[(kMFrags + 1) / 2];
-      multiply<kBlockN / kMmaDepth>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {
-        load_packed(p_frag, s_frag, k);
-        if constexpr (kHasDropout && !kIsFp32) drop(p_frag, words, dropout, i_first, n * kBlockN + j_lane, k);
-      }, right_rows(v_smem(stage), 0));
+      if constexpr (kPaired) {
+        PairFrags<kMFrags> p_frag[kNFrags / 2];
+        split_accumulators(p_frag, s_frag, power_of_two(kLiftP));
+        add_pairs<kNFrags / 2>(out_frag, [&](PairFrags<kMFrags>& a, int k) { a = p_frag[k]; }, pair_down_first(v_pair(stage), 0),
+                               power_of_two(v_exponent - kLiftP));
+      } else {
+        U32x4 words[(kMFrags + 1) / 2];
+        multiply<kBlockN / kMmaDepth>(out_frag, [&](u32 (&p_frag)[kMFrags][4], int k) {
+          load_packed(p_frag, s_frag, k);
+          if constexpr (kHasDropout && !kIsFp32) drop(p_frag, words, dropout, i_first, n * kBlockN + j_lane, k);
+        }, right_rows(v_smem(stage), 0));
+      }
       if constexpr (kNumStages == 2) stage ^= 1;
       n = n_next;
     }
   };
   // NaN and Inf in V behind a mask are taken out only when they have shown in out: then the block is computed once more, with care,
-  // by code of its own, for what it adds to the loop costs a tenth where nothing is to be taken out. In fp32 products outweigh it.
-  attend(Switch<kIsFp32 && (kHasBounds || kHasMask)>{});
+  // by code of its own, for what it adds to the loop costs a tenth where nothing is to be taken out. In fp32 products outweigh it,
+  // and pairs hold neither.
+  attend(Switch<kIsFp32 && !kPaired && (kHasBounds || kHasMask)>{});
   if constexpr (!kIsFp32 && (kHasBounds || kHasMask)) {
     if (sync_block_or(any_non_finite(out_frag))) begin(), attend(Switch<true>{});
   }
@@ -240,3 +294,5 @@ KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) {
   sync_block();  // all of out is in shared memory
   store_tile(out_smem, out_of(p, sequence, head).columns_from(first_v).from(m_block * kBlockM), q_rows, p.head_dim_v - first_v);
 }
+
+KERNEL(kThreads, 1) attention_forward_sm80(GRID_CONSTANT Params p) { forward<kHalfPairs>(p); }

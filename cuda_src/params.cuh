@@ -41,6 +41,10 @@ struct Params {
   i32* key_hulls;             // backward with key_ranges: [batch, m_blocks, 4], first key and end of what some row of a block of
                               // kBlockM queries sees, then of what all of them see
   float* dkv_accum;           // Hopper: fp32 dk and dv where splits > 1, see workspace_sm90.cuh
+  u8* q_pairs;                // fp32: q, k, v and dout in pairs of fp16, block by block, see half_pairs.cuh
+  u8* k_pairs;
+  u8* v_pairs;
+  u8* dout_pairs;
   i64 q_stride_batch, q_stride_row, q_stride_head;
   i64 k_stride_batch, k_stride_row, k_stride_head;
   i64 v_stride_batch, v_stride_row, v_stride_head;

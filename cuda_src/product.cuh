@@ -69,8 +69,9 @@ template <int kM, int kN> DEVICE void load_packed(u32 (&a_frag)[kM][4], const fl
 
 // ---- the products ----
 
-// Steps unrolled where A comes from a tile: in fp32 there are many, of many instructions each.
-constexpr int kStepsAtATime = !kIsFp32 ? 64 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
+// Steps unrolled where A comes from a tile: in TF32 there are many, of many instructions each; in its parts, which only numbers
+// beyond pairs of fp16 take, few are compiled sooner.
+constexpr int kStepsAtATime = !kIsFp32 ? 64 : !kTf32 ? 2 : kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
 
 // 16 bits: acc += A B over all steps; load_b(b_frag, pair, k) fills the B fragments of a column pair.
 template <int kSteps, int kM, int kN, class LoadA, class LoadB>
@@ -93,11 +94,11 @@ DEVICE void multiply_steps(float (&acc)[kM][kN][4], const LoadA& load_a, const L
 }
 
 // B stored [n][k] (`b` from right_first): acc += A B^T in the tile's own terms; acc is 0 before.
-template <int kSteps, class T, int kM, int kN, class LoadA>
+template <int kSteps, int kRegisters = 64, class T, int kM, int kN, class LoadA>
 DEVICE void multiply_transposed(float (&acc)[kM][kN][4], const LoadA& load_a, Window16<T> b) {
   const auto load_b = [&](u32 (&b_frag)[4], int pair, int k) { ldmatrix_x4(b_frag, b.at(pair * 16, k * 2)); };
   if constexpr (!kIsFp32) multiply_steps<kSteps>(acc, load_a, load_b);
-  else if constexpr (kSteps <= kLongestSum) multiply_tile<kSteps, kStepsAtATime>(acc, load_a, load_b);
+  else if constexpr (kSteps <= kLongestSum) multiply_tile<kSteps, kStepsAtATime, kRegisters>(acc, load_a, load_b);
   else add_tiles<kSteps, kStepsAtATime>(acc, load_a, load_b);
 }
 

@@ -37,8 +37,9 @@ template <int kCount> DEVICE void split(Parts (&parts)[kCount][4], const u32 (&f
 // high + low of a sum of kSteps products, and what rounding towards zero took from `high` at each: half a unit in the last
 // place of a sum that has grown so far, which is 0.36 x 2^-23 of it on average, times the steps / 2 for a sum that grows
 // evenly. `low` counts only beside a finite number: a product with an infinity in it leaves NaN there.
+constexpr float lost_of(int steps) { return steps * 0.18f / (1 << 23); }
 template <int kSteps> DEVICE float sum_of(float high, float low) {
-  constexpr float kLost = kSteps * 0.18f / (1 << 23);
+  constexpr float kLost = lost_of(kSteps);
   return fabsf(high) < -negative_infinity() ? high + (low + high * kLost) : high;
 }
 
@@ -75,10 +76,11 @@ constexpr int pairs_at_a_time(int pairs, int registers, int most, int wanted = 8
 
 // Whether the next step's fragments are read before this one's products; measured, as are the steps unrolled (product.cuh).
 constexpr bool kPrefetch = kHeadDim <= 64 || kHeadDim > 128;
-// The sum of one tile's products, which has been 0 before. load_b(b_frag, pair, k) fills the B fragments of a pair.
-template <int kSteps, int kUnrolled, int kM, int kN, class LoadA, class LoadB>
+// The sum of one tile's products, which has been 0 before; small products have kRegisters. load_b(b_frag, pair, k) fills the B
+// fragments of a pair.
+template <int kSteps, int kUnrolled, int kRegisters, int kM, int kN, class LoadA, class LoadB>
 DEVICE void multiply_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& load_b) {
-  constexpr int kPairs = pairs_at_a_time(kN / 2, 8 * kM, 64);
+  constexpr int kPairs = pairs_at_a_time(kN / 2, 8 * kM, kRegisters);
 #pragma unroll
   for (int first = 0; first < kN / 2; first += kPairs) {
     float low[kM][2 * kPairs][4];
@@ -118,7 +120,7 @@ DEVICE void add_tile(float (&acc)[kM][kN][4], const LoadA& load_a, const LoadB& 
   for (int first = 0; first < kN / 2; first += kPairs) {
     float tile[kM][2 * kPairs][4];
     clear(tile);
-    multiply_tile<kSteps, kUnrolled>(tile, load_a, [&](u32 (&b_frag)[4], int pair, int k) { load_b(b_frag, first + pair, k); });
+    multiply_tile<kSteps, kUnrolled, 64>(tile, load_a, [&](u32 (&b_frag)[4], int pair, int k) { load_b(b_frag, first + pair, k); });
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll

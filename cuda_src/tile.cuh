@@ -26,11 +26,11 @@ template <bool kValue> struct Switch {
   static constexpr bool kOn = kValue;
 };
 
-template <int kRowCount, int kColumnCount> struct Tile {
+template <int kRowCount, int kColumnCount, class E = Element> struct Tile {
   static constexpr int kRows = kRowCount, kColumns = kColumnCount;
-  static constexpr int kPitch = kColumns * sizeof(Element);  // bytes
+  static constexpr int kPitch = kColumns * sizeof(E);  // bytes
   static constexpr int kBytes = kRows * kPitch;
-  static constexpr int kChunks = kColumns / kChunkElements;
+  static constexpr int kChunks = kPitch / 16;
   static constexpr int kSwizzle = kPitch % 128 == 0 ? 7 : 3;
   static constexpr int kRowsPerStep = kPitch % 128 == 0 ? 1 : 2;
   static_assert(kPitch % 64 == 0, "rows are whole or half bank lines");
@@ -40,7 +40,7 @@ template <int kRowCount, int kColumnCount> struct Tile {
   // f. fp32: rows 2t, rows 2t + 1, rows 0-3 and rows 4-7 must also differ in the upper two bits, for lanes that read a
   // pair of chunks in each of four rows.
   static DEVICE int fold(int row) {
-    if constexpr (kIsFp32 && kSwizzle == 7) return ((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1);
+    if constexpr (sizeof(E) == 4 && kSwizzle == 7) return ((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1);
     return (row / kRowsPerStep) & kSwizzle;
   }
   static DEVICE u32 offset(int row, int chunk) { return row * kPitch + ((chunk ^ fold(row)) << 4); }

@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy
 import yaml
 
-from . import auditing, planning
+from . import auditing, dry_runs, planning
 from .problem import Decline
 
 ELEMENT_BYTES = {**planning.ELEMENT_BYTES, "float64": 8}
@@ -210,7 +210,7 @@ class _Kind:
         return min(keys, limit)
 
 
-def _kinds(facts: auditing.ModelFacts) -> dict[_Kind, list[str]]:
+def _kinds(facts: dry_runs.ModelFacts) -> dict[_Kind, list[str]]:
     """The calls of one forward, alike ones together, with their modules."""
     crosses = getattr(facts.config, "is_encoder_decoder", False)
     chunk = getattr(facts.config, "attention_chunk_size", None)
@@ -291,7 +291,9 @@ def _working(kind: _Kind, context: int, element: int, kernel: bool) -> tuple[flo
     rows, keys = kind.lengths(context)
     if kernel:
         statistics = 4 * rows * kind.heads_q
-        return statistics, statistics
+        # in fp32 q, k and v as pairs of fp16, which kernels read instead
+        numbers = rows * kind.heads_q * kind.head_dim + keys * kind.heads_kv * (kind.head_dim + kind.head_dim_v)
+        return statistics + (4 * numbers if element == 4 else 0), statistics
     scores = kind.heads_q * rows * keys
     # repeated keys and values are written out for every query head
     alike = kind.heads_q == kind.heads_kv
@@ -345,7 +347,7 @@ def cost(
     Raises auditing.UnknownGpu, models.ModelError.
     """
     limits, speeds = ceilings(gpu, tflops=tflops, bandwidth=bandwidth, memory=memory)
-    facts = auditing.facts(model, dtype=dtype, **load)
+    facts = dry_runs.facts(model, dtype=dtype, **load)
     kinds = _kinds(facts)
     if kinds and not any(kind.follows for kind in kinds):
         contexts = (max(kind.seqlen_q for kind in kinds),)
@@ -452,9 +454,14 @@ def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts, dtype:
         "Without a kernel, times and bytes are the least eager attention can take: each pass at full bandwidth.",
     ]
     if limits.matmul_tflops is None or limits.bandwidth_tb_s is None:
-        notes.append(
-            f"Nobody measured a {limits.gpu} in {dtype}; give --tflops, --bandwidth and --memory for times, money and fit."
-        )
+        lacking = [
+            ("--tflops", limits.matmul_tflops),
+            ("--bandwidth", limits.bandwidth_tb_s),
+            ("--memory", limits.memory_bytes),
+        ]
+        options = [option for option, value in lacking if value is None]
+        gains = "times and money" if limits.memory_bytes is not None else "times, money and fit"
+        notes.append(f"No ceilings of {limits.gpu} in {dtype} are on record; give {' and '.join(options)} for {gains}.")
     elif not speeds:
         notes.append(
             "Times are at the given ceilings as if attention reached the matrix product's; expect it to take longer."

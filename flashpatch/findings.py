@@ -28,11 +28,7 @@ _PLAIN = (
 # How the trace says that it could not read a call.
 UNREADABLE = "a call ran that the trace could not read"
 # What a budget that was checked on a CPU does not say.
-ON_A_CPU = (
-    "what a GPU would run: these calls ran on a CPU, where other kernels with other limits are. A budget that holds here "
-    "says of a GPU only that no dtype, mask or head dim was seen that keeps FlashAttention away, unless a note says so; "
-    "run the same line on the GPU that you use"
-)
+ON_A_CPU = "what a GPU would run: these calls ran on a CPU, with its own kernels and limits; run the same line on the GPU to know"
 
 
 @dataclass(frozen=True)
@@ -140,6 +136,8 @@ def _slow(call: Call):
                 f"{facts.class_name} computes attention itself, whatever the configuration says "
                 f"(attn_implementation {facts.implementation!r}): {matrix} in memory"
             )
+            if facts.read:
+                text += "; flashpatch.apply(model) reads it there"
             yield "slow", "hard_coded", text
         else:
             why = ""

@@ -8,6 +8,8 @@ call then costs its allocations, the packing of its pointers and the launch.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import itertools
 import math
 import struct
 import threading
@@ -16,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from . import compiler, emulator, tensor_maps
+from . import compiler, emulator, planning, tensor_maps
 from .call import TENSORS, Call
 from .planning import shared_memory, value_parts
 from .problem import Config, Device, Plan, Reason
@@ -25,7 +27,8 @@ from .tile_counts import Shapes, splits, takes_maps
 POINTERS = (
     "q", "k", "v", "out", "logsumexp", "dout", "dq", "dk", "dv", "dlogsumexp", "delta", "dq_accum", "dq_turns",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "dbias", "alibi_slopes", "sinks",
-    "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls", "dkv_accum",
+    "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls", "dkv_accum", "q_pairs", "k_pairs", "v_pairs",
+    "dout_pairs",
 )  # fmt: skip
 STRIDES = (
     *(
@@ -75,12 +78,17 @@ def launches(config: Config) -> tuple[str, ...]:
 def configs(config: Config) -> tuple[Config, ...]:
     """Every Config that must be compiled to run this one, in the order of their launches."""
     if config.kernel in ("forward_sm80", "forward_sm75"):
-        return (*((_mask_helper(config),) if config.has_mask else ()), config)
+        return (
+            *((_mask_helper(config),) if config.has_mask else ()),
+            *((_split_helper(config),) if planning.takes_pairs(config) else ()),
+            config,
+        )
     if config.kernel in ("backward_sm80", "backward_sm75"):
         suffix = "" if config.kernel == "backward_sm80" else "_sm75"
         return (
             *((_mask_helper(config),) if config.has_mask else ()),
             _helper(config, "backward_delta", 4),
+            *((_split_helper(config),) if planning.takes_pairs(config) else ()),
             config,
             _helper(config, f"backward_dq{suffix}", 4),
             *((_bias_helper(config, config.wide_bias),) if config.has_bias else ()),
@@ -92,6 +100,12 @@ def configs(config: Config) -> tuple[Config, ...]:
     return (config,)
 
 
+def digest(config: Config) -> str:
+    """What evidence of this Config stands for: all that is compiled to run it, the small kernels around it included."""
+    parts = [compiler.digest(part) for part in configs(config)]
+    return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
 def _helper(config: Config, kernel: str, num_warps: int) -> Config:
     """The Config of a small kernel before or after the main one: only what its source reads, so that few are built."""
     return Config(kernel, config.dtype, config.head_dim, config.head_dim_v, config.block_m, 0, num_warps)
@@ -101,6 +115,11 @@ def _mask_helper(config: Config) -> Config:
     """What packs the boolean mask for the threads of a kernel: nothing in it depends on the head dim."""
     kernel = f"{config.kernel.split('_')[0]}_mask"
     return Config(kernel, config.dtype, 32, 32, config.block_m, config.block_n, config.num_warps)
+
+
+def _split_helper(config: Config) -> Config:
+    """What splits q, k, v and dout in fp32 into pairs of fp16, in the blocks of a kernel."""
+    return replace(_helper(config, f"{config.kernel.split('_')[0]}_split", 8), block_n=config.block_n)
 
 
 def _bias_helper(config: Config, wide: bool) -> Config:
@@ -125,8 +144,8 @@ class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
     __slots__ = (
-        "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "plain", "plan", "readable", "rest", "tail",
-        "tma", "varlen",
+        "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "pairs", "plain", "plan", "readable", "rest",
+        "tail", "tma", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
@@ -137,12 +156,14 @@ class Forward:
         # One element that stands for the whole: empty_like of it costs a third of torch.empty with its keywords.
         self.new_out = torch.empty(1, dtype=q.dtype, device=q.device).expand(out_shape)
         self.new_statistics = torch.empty(1, dtype=torch.float32, device=q.device).expand(_statistics_shape(q, call))
-        self.plain, self.varlen = call.is_plain(), call.cu_seqlens_q is not None
+        self.varlen = call.cu_seqlens_q is not None
         shapes = Shapes(plan.config, q, k, call)
         self.blocks = value_parts(plan.config) * shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.mask = _PackedMask(plan, shapes, call) if plan.config.has_mask else None
+        self.pairs = _Pairs(plan, shapes, q, k, self.varlen) if planning.takes_pairs(plan.config) else None
+        self.plain = call.is_plain() and self.pairs is None
         self.tma = takes_maps(plan.config)
         self.tail = _optional_pointers(call) + self.rest if self.plain else b""
         # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
@@ -167,15 +188,16 @@ class Forward:
             if statistics:
                 _fill_empty(logsumexp, call)
         results = _RESULTS.pack(out.data_ptr(), logsumexp.data_ptr() if statistics else 0)
-        packed_mask = () if self.mask is None else self.mask.workspace(q.device)
-        tail = self.tail if self.plain else _optional_pointers(call, *packed_mask) + self.rest
+        packed_mask = (None, None) if self.mask is None else self.mask.workspace(q.device)
+        pairs, records = (None, (0, 0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
+        tail = self.tail if self.plain else _optional_pointers(call, *packed_mask, records=records) + self.rest
         inputs = self.inputs.get(pointers)
         if inputs is None:
             if len(self.inputs) >= _MOST_INPUTS:
                 self.inputs.clear()
             maps = _maps(self.plan.config, q, k, v, None, None, None) if self.tma else b""
             inputs = self.inputs[pointers] = maps + _INPUTS.pack(*pointers)
-        tensors = (q, k, v, out, logsumexp, *packed_mask)
+        tensors = (q, k, v, out, logsumexp, *packed_mask, pairs)
         if self.tma:
             counters, address = _tile_counters(q.device, self.plan.device.index)
             tensors = (*tensors, counters)
@@ -184,6 +206,8 @@ class Forward:
             argument = b"".join((inputs, results, tail))
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, argument, tensors, call)
+        if self.pairs is not None:
+            self.pairs.kernel.launch(self.pairs.blocks, argument, tensors, call)
         self.kernel.launch(self.blocks, argument, tensors, call)
         return out, logsumexp, 0
 
@@ -193,8 +217,8 @@ class Backward:
     and one after (dq from fp32); with a mask one more before, with a gradient of the bias one more after."""
 
     __slots__ = (
-        "after", "before", "bias", "blocks", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "plan",
-        "query_blocks", "ragged", "readable", "rest", "shared_keys", "turns", "varlen",
+        "after", "before", "bias", "blocks", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "pairs",
+        "plan", "query_blocks", "ragged", "readable", "rest", "shared_keys", "turns", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
@@ -235,6 +259,7 @@ class Backward:
         self.before = next(kernels[name] for name in _BEFORE if name in kernels)
         self.after = next(kernels[name] for name in _AFTER if name in kernels)
         self.mask = _PackedMask(plan, shapes, call) if config.has_mask else None
+        self.pairs = _Pairs(plan, shapes, q, k, varlen) if planning.takes_pairs(config) else None
         self.hulls = (shapes.batch, shapes.m_blocks, 4) if config.has_key_ranges else None
         wanted = config.has_bias and call.bias_gradient
         self.bias = _BiasGradient(plan, shapes, q, k, call) if wanted else None
@@ -274,10 +299,18 @@ class Backward:
         dkv_accum = None
         if self.shared_keys is not None:
             dkv_accum = torch.empty(self.shared_keys, dtype=torch.float32, device=q.device)
+        pairs, records = (None, (0, 0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
         own = (*packed_mask, dbias_accum, hulls, dkv_accum)
-        addresses = (*map(_address, tensors), *optional[:6], _address(dbias), *optional[6:], *map(_address, own))
+        addresses = (
+            *map(_address, tensors),
+            *optional[:6],
+            _address(dbias),
+            *optional[6:],
+            *map(_address, own),
+            *records,
+        )
         params = _POINTERS.pack(*addresses) + self.rest
-        tensors = (*tensors, dbias, *own)
+        tensors = (*tensors, dbias, *own, pairs)
         argument = params
         before = after = self.query_blocks
         if takes_maps(self.plan.config):
@@ -290,6 +323,8 @@ class Backward:
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, params, tensors, call)
         self.before.launch(before, params, tensors, call)
+        if self.pairs is not None:
+            self.pairs.kernel.launch(self.pairs.blocks, params, tensors, call)
         self.kernel.launch(self.blocks, argument, tensors, call)
         self.after.launch(after, params, tensors, call)
         dsinks = None if call.sinks is None else _sink_gradient(call, logsumexp, delta)
@@ -345,10 +380,11 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     return Backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
 
 
-def _optional_pointers(call: Call, mask_bits=None, mask_flags=None) -> bytes:
-    """The pointers of a forward's Params after logsumexp: none of the backward's, the call's own tensors, the mask packed."""
+def _optional_pointers(call: Call, mask_bits=None, mask_flags=None, records=(0, 0, 0, 0)) -> bytes:
+    """The pointers of a forward's Params after logsumexp: none of the backward's, the call's own tensors, the mask packed,
+    the records of q, k and v."""
     optional, packed = call.pointers(), (_address(mask_bits), _address(mask_flags))
-    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0, 0, 0)
+    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0, 0, 0, *records)
 
 
 class _PackedMask:
@@ -368,6 +404,39 @@ class _PackedMask:
         """mask_bits and mask_flags, to be filled."""
         bits = torch.empty(self.words, dtype=torch.int32, device=device)
         return bits, torch.empty(self.tiles, dtype=torch.uint8, device=device)
+
+
+class _Pairs:
+    """q, k, v and dout in fp32 as a kernel of the sm80 family reads them, in pairs of fp16: cuda_src/half_pairs.cuh. As
+    many bytes as they have themselves, rounded up to whole blocks and padded head dims."""
+
+    __slots__ = ("blocks", "ends", "kernel")
+
+    def __init__(self, plan: Plan, shapes: Shapes, q, k, varlen: bool):
+        config = plan.config
+        heads_q, heads_kv = q.shape[-2], k.shape[-2]
+        query_sides = 2 if config.kernel.startswith("backward") else 1  # q and dout
+        self.blocks = shapes.batch * (query_sides * shapes.m_blocks * heads_q + 2 * shapes.n_blocks * heads_kv)
+        m_blocks, n_blocks = shapes.m_blocks * shapes.batch, shapes.n_blocks * shapes.batch
+        if varlen:  # query_block_offset and key_block_offset
+            m_blocks, n_blocks = (
+                t.shape[0] // block + shapes.batch for t, block in ((q, config.block_m), (k, config.block_n))
+            )
+        record = 4 * config.head_dim, 4 * config.head_dim_v
+        sizes = (
+            m_blocks * heads_q * (config.block_m * record[0] + 128),
+            n_blocks * heads_kv * (config.block_n * record[0] + 128),
+            n_blocks * heads_kv * (config.block_n * record[1] + 128),
+            (query_sides - 1) * m_blocks * heads_q * (config.block_m * record[1] + 128),
+        )
+        self.ends = tuple(itertools.accumulate(sizes))
+        self.kernel = _Kernel(plan.device, _split_helper(config))
+
+    def workspace(self, device: torch.device) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+        """Room for the records, to be filled, and where those of q, k, v and dout begin."""
+        room = torch.empty(self.ends[-1], dtype=torch.uint8, device=device)
+        first = room.data_ptr()
+        return room, (first, *(first + end for end in self.ends[:-1]))
 
 
 class _BiasGradient:

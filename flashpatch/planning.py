@@ -419,12 +419,16 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     """The first tile of the kernel's table that is for such a problem and fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {key: value for key, value in tile.items() if key not in ("dtypes", "features", "short", "spill_bytes")}
+        sizes = {
+            key: value
+            for key, value in tile.items()
+            if key not in ("dtypes", "features", "short", "tf32", "spill_bytes")
+        }
         if problem.dtype not in tile.get("dtypes", ("float16", "bfloat16")):
             continue
         if not set(tile.get("features", problem.features)) <= problem.features:
             continue
-        if tile.get("short", problem.short) != problem.short:
+        if tile.get("short", problem.short) != problem.short or tile.get("tf32", problem.tf32) != problem.tf32:
             continue
         config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags, tf32=problem.tf32)
         if shared_memory(config) <= device.shared_memory:
@@ -435,6 +439,12 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
 def value_parts(config: Config) -> int:
     """Blocks that share the columns of out of one query block, as forward_sm80.cu's kVParts has it."""
     return 2 if config.kernel == "forward_sm80" and config.head_dim_v > 256 else 1
+
+
+def takes_pairs(config: Config) -> bool:
+    """Whether a kernel reads q, k and v in pairs of fp16, which another has split them into (cuda_src/half_pairs.cuh)."""
+    kernels = ("forward_sm80", "backward_sm80")
+    return config.kernel in kernels and config.dtype == "float32" and not config.tf32
 
 
 def shared_memory(config: Config) -> int:
@@ -454,6 +464,8 @@ def shared_memory(config: Config) -> int:
         return element * m * d
     if config.kernel in ("forward_mask", "backward_mask"):
         return m * n // 8
+    if config.kernel in ("forward_split", "backward_split"):
+        return 16 * config.num_warps
     # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
     slabs, slabs_v = -(-d // 64), -(-dv // 64)
     if config.kernel == "forward_sm90":

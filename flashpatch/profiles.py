@@ -66,9 +66,21 @@ def read(path: str | Path) -> ProfileReport:
     return classify(events, str(path))
 
 
+def _is_span(event) -> bool:
+    """A complete event as profilers write them: named, with a beginning and a duration."""
+    return (
+        isinstance(event, dict)
+        and event.get("ph") == "X"
+        and isinstance(event.get("name"), str)
+        and all(isinstance(event.get(key, 0), (int, float)) for key in ("ts", "dur"))
+        and all(isinstance(event.get(key, 0), (int, float, str)) for key in ("pid", "tid"))
+        and isinstance(event.get("args") or {}, dict)
+    )
+
+
 def classify(events: list[dict], path: str = "") -> ProfileReport:
     """Classify the events of a trace."""
-    spans = [event for event in events if isinstance(event, dict) and event.get("ph") == "X" and "name" in event]
+    spans = [event for event in events if _is_span(event)]
     kernels = [event for event in spans if str(event.get("cat", "")).lower() in ("kernel", "gpu_op", "gpu_kernel")]
     gpu = bool(kernels)
     if not gpu:
@@ -143,13 +155,13 @@ def _operators(spans: list[dict]) -> list[dict]:
     for thread in _streams([event for event in spans if event.get("cat") in ("cpu_op", "Operator")]):
         end = -1.0
         for index, event in enumerate(thread):
-            begin, stop = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
+            begin, stop = float(event.get("ts", 0)), float(event.get("ts", 0)) + float(event.get("dur", 0))
             if begin < end:
                 continue  # inside an attention operator
             if families.of_operator(str(event["name"])) is not None:
                 end = stop
                 found.append(event)
-            elif index + 1 == len(thread) or float(thread[index + 1]["ts"]) >= stop:
+            elif index + 1 == len(thread) or float(thread[index + 1].get("ts", 0)) >= stop:
                 found.append(event)
             elif event["name"] in ("aten::_safe_softmax", "aten::bmm", "aten::mm", "aten::baddbmm", "aten::_softmax"):
                 end = stop

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from . import families, findings
 from .findings import Finding, Violation
+from .observations import Call
 from .profiles import ProfileReport
 
 
@@ -83,8 +84,9 @@ class TraceReport:
             where = row.path or "attention"
             held = f", held {row.matrix_shape} {row.matrix_dtype}" if row.matrix_bytes else ""
             title = families.BY_NAME[row.family].title
+            calls = f"{row.calls} call{'s' * (row.calls != 1)}"
             lines.append(
-                f"{where}: {title}, {row.calls} calls, q {row.q} {row.dtype}, mask {row.mask}{held}"
+                f"{where}: {title}, {calls}, q {row.q} {row.dtype}, mask {row.mask}{held}"
                 + "".join(f"\n    not {name}: {text}" for name, text in row.refused.items())
             )
         for finding, paths in findings.grouped(self.findings):
@@ -93,3 +95,42 @@ class TraceReport:
             )
         lines = lines or ["no attention was seen"]
         return "\n".join((*lines, *(f"not seen: {statement}" for statement in self.statements)))
+
+
+def rows_of(calls: list[Call]) -> list[Attention]:
+    """One row for all calls of a module that were alike, in order of first appearance."""
+    rows: dict[tuple, Attention] = {}
+    for call in calls:
+        facts = call.facts
+        key = (
+            facts.path, call.family, call.q, call.k, call.v, call.dtype, call.device, call.mask, call.mask_shape,
+            call.causal, tuple(sorted(call.features)), call.kernel, tuple(call.declines), facts.compiled,
+        )  # fmt: skip
+        if (row := rows.get(key)) is None:
+            row = rows[key] = Attention(
+                facts.path, facts.class_name, call.family, families.BY_NAME[call.family].kind, call.kernel,
+                facts.compiled, 0, 0, 0, list(call.q), list(call.k), list(call.v), call.dtype, call.device, call.mask,
+                list(call.mask_shape), call.causal, sorted(call.features), None, None, 0.0, 0,
+                list(call.matrix_shape), call.matrix_dtype, call.matrix_bytes, call.matrices, call.expanded,
+                call.refused, call.forecast, call.declines,
+            )  # fmt: skip
+        row.calls += not call.recompute
+        row.recomputes += call.recompute
+        row.flops += call.flops
+        row.bytes += call.bytes
+        row.milliseconds = _add(row.milliseconds, _between(call.start, call.stop))
+        row.backward_calls += len(call.backwards)
+        for mark in call.backwards:
+            row.backward_milliseconds = _add(row.backward_milliseconds, _between(*mark))
+    return list(rows.values())
+
+
+def _add(total: float | None, value: float | None) -> float | None:
+    return total if value is None else value + (total or 0.0)
+
+
+def _between(start, stop) -> float | None:
+    """Milliseconds between two marks."""
+    if start is None or stop is None:
+        return None
+    return start.elapsed_time(stop) if hasattr(start, "elapsed_time") else (stop - start) * 1e3

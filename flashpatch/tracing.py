@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import (
-    counting,
     families,
     findings,
     mask_kinds,
@@ -33,9 +32,10 @@ from . import (
     sdpa_reasons,
 )
 from .dense_tracking import MATMULS, Tags, Tracker, aten, nbytes
-from .observations import Call, Facts
+from .module_stack import Modules
+from .observations import Call
 from .profiles import ProfileReport
-from .trace_report import Attention, TraceReport
+from .trace_report import TraceReport, rows_of
 
 # ---- watching ----
 
@@ -87,19 +87,6 @@ def run(
 
 
 @dataclass
-class _Frame:
-    module: torch.nn.Module
-    path: str
-    root: torch.nn.Module
-    position_ids: torch.Tensor | None
-    compiled: bool
-    calls_before: int = 0
-    declines_before: dict = field(default_factory=dict)  # of a patched module: (code, text) -> times
-    attentions: list[str] = field(default_factory=list)  # a compiled module's attention modules, in order
-    seen: int = 0
-
-
-@dataclass
 class _Asked:
     """The arguments of a running F.scaled_dot_product_attention."""
 
@@ -113,10 +100,9 @@ class _Asked:
     enable_gqa: bool = False
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
+class Watching(TorchDispatchMode):
+    """Like torch's own modes: torch.compile neither falls back to eager because of this one nor traces it."""
 
-    # Like torch's own modes: torch.compile then neither falls back to eager because of this one nor traces it.
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
@@ -124,6 +110,10 @@ class _Mode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class _Mode(Watching):
+    supports_higher_order_operators = True
 
     def __init__(self, trace: Trace):
         super().__init__()
@@ -140,19 +130,16 @@ class Trace:
     """A running or finished trace; see `trace`."""
 
     def __init__(self, model: torch.nn.Module | None = None, profile: bool = False):
-        self._model, self._profile = model, profile
-        self._stack: list[_Frame] = []
+        self._profile = profile
         self._calls: list[Call] = []
         self._tracker = Tracker()
+        self._modules = Modules(model, self._tracker.parameters)
         self._outputs = Tags()
         self._mask_kinds = Tags()
         self._documents = Tags()
-        self._names: dict[int, tuple[Any, dict[int, str]]] = {}
         self._refusals: dict[tuple, dict[str, str]] = {}
         self._asked: _Asked | None = None
         self._categories: dict[Any, str] = {}
-        self._missing: list[str] = []
-        self._by_order: list[str] = []
         self._statements: dict[str, None] = {}
         self._operators = 0
         self._overhead = 0.0
@@ -205,7 +192,7 @@ class Trace:
         wall = (time.perf_counter() - self._began) * 1e3
         self._exits.close()
         self._report = self._summary(wall)
-        self._stack, self._names = [], {}
+        self._modules.clear()
 
     def _patch(self) -> None:
         for owner, name, original, ours in self._wrapped:
@@ -229,8 +216,9 @@ class Trace:
 
     def _enter(self, module, args, kwargs):
         began = time.perf_counter()
-        frame = self._frame(module, kwargs)
-        self._stack.append(frame)
+        frame = self._modules.frame(module, kwargs, len(self._calls))
+        stack = self._modules.stack
+        stack.append(frame)
         self._overhead += time.perf_counter() - began
         try:
             if frame.compiled:
@@ -242,104 +230,11 @@ class Trace:
                     self._patch()
             else:
                 out = self._module_call(module, *args, **kwargs)
-            if len(self._stack) == 1:
-                self._look_for_attentions(frame, out)
+            if len(stack) == 1 and len(self._calls) > frame.calls_before:
+                self._modules.look_for_attentions(frame, out)
             return out
         finally:
-            self._stack.pop()
-
-    def _frame(self, module, kwargs) -> _Frame:
-        outer = self._stack[-1] if self._stack else None
-        root = outer.root if outer else self._root_of(module)
-        path = self._paths(root).get(id(module))
-        if path is None:
-            path = f"{outer.path}.{type(module).__name__}"
-        positions = kwargs.get("position_ids")
-        if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
-            positions = outer.position_ids if outer else None
-        compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        frame = _Frame(module, path, root, positions, compiled, len(self._calls))
-        tag = getattr(module, "_flashpatch", None)
-        if tag is not None:
-            frame.declines_before = dict(counting.counts(tag.layer).declines)
-        if compiled:
-            inner = {
-                name: child for name, child in module.named_modules() if "attention" in type(child).__name__.lower()
-            }
-            outermost = [name for name in inner if not any(name.startswith(f"{other}.") for other in inner)]
-            frame.attentions = [module_reading.plain(f"{path}.{name}".strip(".")) for name in outermost if name]
-        return frame
-
-    def _root_of(self, module):
-        """What an outermost module's path starts from: itself, unless it was seen inside another before (a layer that
-        activation checkpointing runs again is called by nobody)."""
-        if self._model is not None:
-            self._paths(self._model)
-        return next((root for root, names in self._names.values() if id(module) in names), module)
-
-    def _paths(self, root) -> dict[int, str]:
-        entry = self._names.get(id(root))
-        if entry is None:
-            names = {id(module): module_reading.plain(name) for name, module in root.named_modules()}
-            for parameter in root.parameters():
-                with contextlib.suppress(NotImplementedError, RuntimeError):
-                    self._tracker.parameters.add(parameter.untyped_storage()._cdata)
-            entry = self._names[id(root)] = (root, names)
-        return entry[1]
-
-    def _look_for_attentions(self, frame: _Frame, out) -> None:
-        """A result with an empty tuple, or a tuple of None, where attention weights were asked for.
-
-        transformers puts an empty tuple also where there is no such attention: one says something only of a model that
-        attended, and as cross-attention only of one that has it.
-        """
-        if len(self._calls) == frame.calls_before:
-            return
-        for name in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
-            weights = getattr(out, name, None)
-            if not isinstance(weights, (tuple, list)) or any(weight is not None for weight in weights):
-                continue
-            if weights or name != "cross_attentions" or module_reading.has_cross_attention(frame.module):
-                where = f"{frame.path or type(frame.module).__name__} ({name})"
-                if where not in self._missing:
-                    self._missing.append(where)
-
-    def _facts(self) -> Facts:
-        """Whose call this is."""
-        if not self._stack:
-            return Facts("", "")
-        frame = self._stack[-1]
-        module, compiled = frame.module, next((outer for outer in self._stack if outer.compiled), None)
-        path = frame.path
-        if compiled is not None:
-            inside = compiled.module
-            count = len(compiled.attentions)
-            if count:
-                path = compiled.attentions[compiled.seen % count]
-                names = {module_reading.plain(name): child for name, child in inside.named_modules()}
-                relative = path.removeprefix(f"{compiled.path}.") if compiled.path else path
-                module = names.get(relative, module)
-            compiled.seen += 1
-            name = compiled.path or type(inside).__name__
-            if name not in self._by_order:
-                self._by_order.append(name)
-        root = self._stack[0].module
-        config = next(
-            (found for owner in (module, *(f.module for f in reversed(self._stack)))
-             if (found := getattr(owner, "config", None)) is not None and hasattr(found, "_attn_implementation")), None
-        )  # fmt: skip
-        implementation = getattr(config, "_attn_implementation", None)
-        weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-        softcap = module_reading.number(module, config, "attn_logit_softcapping", "softcap")
-        window = getattr(module, "sliding_window", None)
-        return Facts(
-            path or type(module).__name__, type(module).__name__, type(root).__name__, implementation,
-            getattr(getattr(root, "config", None), "_attn_implementation", None), module_reading.mask_registered(implementation),
-            module_reading.function_of(implementation),
-            module_reading.supports_sdpa([f.module for f in self._stack]), module_reading.dispatches(module) if implementation else None, softcap, isinstance(getattr(module, "sinks", None), torch.Tensor),
-            window if isinstance(window, int) else None, "" if weight is None else module_reading.word(weight.dtype),
-            compiled is not None,
-        )  # fmt: skip
+            stack.pop()
 
     # ---- operators ----
 
@@ -405,7 +300,7 @@ class Trace:
             note.call.backwards.append((None, None))
 
     def _on_matmul(self, function, args, kwargs):
-        if torch._C._current_graph_task_id() != -1 and not self._stack:
+        if torch._C._current_graph_task_id() != -1 and not self._modules.stack:
             return None  # the matmuls of a backward
         note = self._tracker.closes(function, args)
         mark = self._mark(args[0].device) if note is None else None
@@ -509,7 +404,7 @@ class Trace:
 
     def _declined(self) -> list[str]:
         """Why flashpatch left the running module's call to torch's operators, where it did."""
-        frame = self._stack[-1] if self._stack else None
+        frame = self._modules.stack[-1] if self._modules.stack else None
         tag = getattr(frame.module, "_flashpatch", None) if frame else None
         return [] if tag is None else operator_reading.declined_since(tag.layer, frame.declines_before)
 
@@ -533,7 +428,7 @@ class Trace:
     # ---- one call ----
 
     def _note(self, family, q, k, v, dtype, device, mask, *, features=(), causal=False) -> Call:
-        facts, asked = self._facts(), self._asked if family.startswith("sdpa") else None
+        facts, asked = self._modules.facts(), self._asked if family.startswith("sdpa") else None
         if asked is None and family == "sdpa_math":
             asked = _reconstructed(q, k, v, dtype, device, mask, features)
         recompute = torch._C._current_graph_task_id() != -1
@@ -583,7 +478,7 @@ class Trace:
 
     def _check_documents(self, call: Call, mask) -> None:
         """Whether tokens of packed documents see each other's."""
-        positions = self._stack[-1].position_ids if self._stack else None
+        positions = self._modules.stack[-1].position_ids if self._modules.stack else None
         if positions is None or call.lengths[0] != call.lengths[1]:
             return
         if call.features & {"varlen", "key_ranges"} or call.family in (
@@ -629,33 +524,10 @@ class Trace:
     # ---- the end ----
 
     def _summary(self, wall: float) -> TraceReport:
-        rows: dict[tuple, Attention] = {}
-        for call in self._calls:
-            facts = call.facts
-            key = (
-                facts.path, call.family, call.q, call.k, call.v, call.dtype, call.device, call.mask, call.mask_shape,
-                call.causal, tuple(sorted(call.features)), call.kernel, tuple(call.declines), facts.compiled,
-            )  # fmt: skip
-            if (row := rows.get(key)) is None:
-                row = rows[key] = Attention(
-                    facts.path, facts.class_name, call.family, families.BY_NAME[call.family].kind, call.kernel,
-                    facts.compiled, 0, 0, 0, list(call.q), list(call.k), list(call.v), call.dtype, call.device, call.mask,
-                    list(call.mask_shape), call.causal, sorted(call.features), None, None, 0.0, 0,
-                    list(call.matrix_shape), call.matrix_dtype, call.matrix_bytes, call.matrices, call.expanded,
-                    call.refused, call.forecast, call.declines,
-                )  # fmt: skip
-            row.calls += not call.recompute
-            row.recomputes += call.recompute
-            row.flops += call.flops
-            row.bytes += call.bytes
-            row.milliseconds = _add(row.milliseconds, _between(call.start, call.stop))
-            row.backward_calls += len(call.backwards)
-            for mark in call.backwards:
-                row.backward_milliseconds = _add(row.backward_milliseconds, _between(*mark))
         gpu = next((call.device for call in self._calls if call.device.startswith("cuda")), None)
-        found = findings.find(self._calls, self._missing, self._by_order)
+        found = findings.find(self._calls, self._modules.missing, self._modules.by_order)
         report = TraceReport(
-            torch.cuda.get_device_name(gpu) if gpu else "CPU", torch.__version__, list(rows.values()), found,
+            torch.cuda.get_device_name(gpu) if gpu else "CPU", torch.__version__, rows_of(self._calls), found,
             self._operators, wall, self._overhead * 1e3, list(self._statements),
         )  # fmt: skip
         if self._profile:
@@ -674,17 +546,6 @@ def kernels_of(profiler) -> ProfileReport:
 def _version(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; those of inference_mode do not say."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _add(total: float | None, value: float | None) -> float | None:
-    return total if value is None else value + (total or 0.0)
-
-
-def _between(start, stop) -> float | None:
-    """Milliseconds between two marks."""
-    if start is None or stop is None:
-        return None
-    return start.elapsed_time(stop) if hasattr(start, "elapsed_time") else (stop - start) * 1e3
 
 
 def _reconstructed(q, k, v, dtype, device, mask, features) -> _Asked:

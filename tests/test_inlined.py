@@ -114,15 +114,6 @@ def test_a_module_that_calls_torchs_own_attention_is_read_too(name):
     assert not torch.equal(found, expected)
 
 
-@pytest.fixture
-def enabled():
-    patcher.enable()
-    yield
-    patcher.disable()
-    tagging._adopted.clear()
-    patcher._enabled.honoured.clear()
-
-
 @pytest.mark.parametrize("name", ["bloom", "deberta", "sam_vision_model"])
 def test_enable_reads_them_from_the_first_forward_on(name, enabled):
     """A copy made before that too. What was asked for by name is left alone."""
@@ -300,7 +291,6 @@ def hard(monkeypatch):
     monkeypatch.setattr(inlined, "where", lambda cls: inlined.Where() if cls is Hard else None)
 
     def make(then):
-        from flashpatch import tagging
 
         module = Hard(then)
         tag = tagging.tag_module(module, "hard", False)

@@ -53,7 +53,7 @@ class Case:
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
-    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen
+    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen, uneven, far_apart, tiny
 
     @property
     def config(self) -> Config:
@@ -145,10 +145,19 @@ BACKWARD_DROPOUT = backward(dropout_p=0.3)
 BACKWARD_VARLEN = backward(features=("varlen",))
 TURING_FORWARD = turing("forward_sm75")
 TURING_BACKWARD = turing("backward_sm75")
-FP32 = forward(dtype=torch.float32)
+FP32 = forward(dtype=torch.float32, features=("uneven",))
+FP32_PARTS = forward(dtype=torch.float32, features=("far_apart",))
+FP32_TINY = forward(dtype=torch.float32, features=("tiny",))
+FP32_VARLEN = forward(dtype=torch.float32, features=("varlen",))
 FP32_MASK = forward(dtype=torch.float32, features=("mask", "bias", "nan"))
-FP32_BACKWARD = backward(dtype=torch.float32)
+FP32_BACKWARD = backward(dtype=torch.float32, features=("uneven",))
+FP32_WIDE = backward(
+    dtype=torch.float32, head_dim=96, head_dim_v=96, tile=(64, 32), batch=1, heads=1, heads_kv=1, features=("uneven",)
+)
+FP32_PASSED_OVER = backward(dtype=torch.float32, window=(9, 5), tile=(32, 64))
 FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64)
+FP32_BACKWARD_PARTS = backward(dtype=torch.float32, features=("far_apart",))
+FP32_SPLIT_PARTS = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64, features=("far_apart",))
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_GROWING = hopper("forward_sm90", growing=True, seqlen_q=70, seqlen_k=440, heads=1)
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
@@ -215,6 +224,17 @@ def inputs_of(case: Case) -> Inputs:
     if case.growing:
         k = k + (q.mean() + torch.arange(case.seqlen_k, 0, -1)[:, None, None] / 20).to(case.dtype)
         q = q.abs()
+    if (
+        "uneven" in case.features
+    ):  # every tile, and every other row of v, has a largest number of its own; the last keys are zero
+        keys, queries = torch.arange(case.seqlen_k)[:, None, None], torch.arange(case.seqlen_q)[:, None, None]
+        k, v = k * 2.0 ** -(keys // 32), v * 2.0 ** (keys // 32 + 3 * (keys % 2))
+        dout = dout * 2.0 ** -(queries // 32)
+        k[:, -3:], v[:, -3:] = 0, 0
+    if "far_apart" in case.features:  # one key holds numbers too large for a common exponent, and no row attends to it
+        q, k[:, 40], v[:, 40] = q.abs(), -40, 2.0**28
+    if "tiny" in case.features:  # scores below the smallest number of fp32
+        q, k = q * 2.0**-80, k * 2.0**-80
     if case.low:
         q, k = q.abs(), -8 * k.abs()
     if case.huge_rows:
@@ -577,19 +597,47 @@ BUGS = [
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has landed", "// V has landed", "TURING_FORWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // Q, dO and", "// Q, dO and", "TURING_BACKWARD"),
     # fp32
-    Bug("product_fp32.cuh", "lost small parts", "? high + (low + high * kLost) : high", "? high : high", "FP32"),
-    Bug("product_fp32.cuh", "lost half of the small parts", "b[pair][e].low, b[pair][e + 1].low);", "0u, 0u);", "FP32"),
-    Bug("product_fp32.cuh", "order of the contraction", "T::offset(row + 2 * t, chunk", "T::offset(row + t, chunk", "FP32"),
-    Bug("product_fp32.cuh", "swizzle of odd rows", "chunk & T::kSwizzle ^ 4", "chunk & T::kSwizzle", "FP32"),
-    Bug("product_fp32.cuh", "forgotten sum", "acc[m][first * 2 + n][e] += tile", "acc[m][first * 2 + n][e] = tile", "FP32"),
-    Bug("product_fp32.cuh", "stale fragments", "if (kPrefetch && k + 1 < kSteps) load(k + 1);", "", "FP32"),
-    Bug("product.cuh", "order of the contraction", "packed[m][k][(e & 1) * 2 + (e >> 1)]", "packed[m][k][e]", "FP32_BACKWARD"),
-    Bug("product.cuh", "rows for columns", "a_frag[m][1] = pair[2], a_frag[m][2] = pair[1]", "a_frag[m][1] = pair[1], a_frag[m][2] = pair[2]", "FP32_BACKWARD"),
-    Bug("product.cuh", "order of the contraction", "a_frag[m][half] = pair.x, a_frag[m][half + 2] = pair.y;", "a_frag[m][half] = pair.y, a_frag[m][half + 2] = pair.x;", "FP32_SPLIT"),
+    Bug("product_fp32.cuh", "lost small parts", "? high + (low + high * kLost) : high", "? high : high", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "lost half of the small parts", "b[pair][e].low, b[pair][e + 1].low);", "0u, 0u);", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "order of the contraction", "T::offset(row + 2 * t, chunk", "T::offset(row + t, chunk", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "swizzle of odd rows", "chunk & T::kSwizzle ^ 4", "chunk & T::kSwizzle", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "forgotten sum", "acc[m][first * 2 + n][e] += tile", "acc[m][first * 2 + n][e] = tile", "FP32_PARTS"),
+    Bug("product_fp32.cuh", "stale fragments", "if (kPrefetch && k + 1 < kSteps) load(k + 1);", "", "FP32_PARTS"),
+    Bug("product.cuh", "order of the contraction", "packed[m][k][(e & 1) * 2 + (e >> 1)]", "packed[m][k][e]", "FP32_BACKWARD_PARTS"),
+    Bug("product.cuh", "rows for columns", "a_frag[m][1] = pair[2], a_frag[m][2] = pair[1]", "a_frag[m][1] = pair[1], a_frag[m][2] = pair[2]", "FP32_BACKWARD_PARTS"),
+    Bug("product.cuh", "order of the contraction", "a_frag[m][half] = pair.x, a_frag[m][half + 2] = pair.y;", "a_frag[m][half] = pair.y, a_frag[m][half + 2] = pair.x;", "FP32_SPLIT_PARTS"),
     Bug("tile.cuh", "half a row", "fragment * 2 + (t >> 1)) + (t & 1) * 8", "fragment * 2) + (t & 1) * 8", "FP32"),
-    Bug("tile.cuh", "no swizzle at all", "((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1)", "0", "FP32"),
+    Bug("tile.cuh", "no swizzle at all", "((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1)", "0", "FP32_PARTS"),
     Bug("mask.cuh", "NaN let through", "(~word & 0x7f800000u) == 0", "false", "FP32_MASK"),
     Bug("bias.cuh", "half a bias", "kIsFp32 || kWideBias", "kWideBias", "FP32_MASK"),
+    Bug("half_pairs.cuh", "lost small parts", "each(low, a.low, b_high);", "", "FP32"),
+    Bug("half_pairs.cuh", "lost small parts", "each(low, a.high, b_low);", "", "FP32"),
+    Bug("half_pairs.cuh", "lost small parts", "pack<false>(x - rounded.x, y - rounded.y)", "pack<false>(x - rounded.x, 0.f)", "FP32_BACKWARD"),
+    Bug("half_pairs.cuh", "wrong tile", "return {base + Half::kBytes}", "return {base}", "FP32"),
+    Bug("half_pairs.cuh", "wrong tile", "{right_first(tile.high(), row, 0), right_first(tile.low(), row, 0)}", "{right_first(tile.high(), row, 0), right_first(tile.high(), row, 0)}", "FP32_BACKWARD"),
+    Bug("half_pairs.cuh", "missing factor", "acc[m][n][e] = x * factor;", "acc[m][n][e] = x;", "FP32"),
+    Bug("half_pairs.cuh", "missing factor", "acc[m][n][e] += x * factor;", "acc[m][n][e] += x;", "FP32"),
+    Bug("half_pairs.cuh", "beyond fp16", "kTop = 15,", "kTop = 18,", "FP32"),
+    Bug("half_pairs.cuh", "overlapping blocks", "s.k_start / kBlockN + s.batch :", "s.k_start / kBlockN :", "FP32_VARLEN"),
+    Bug("half_pairs.cuh", "head mapping", "* p.num_heads_kv + kv_head", "* p.num_heads_kv", "FP32"),
+    Bug("half_pairs.cuh", "swapped rows", "row + m * 16 + (e & 1) * 8 + (lane", "row + m * 16 + (e >> 1) * 8 + (lane", "FP32_SPLIT"),
+    Bug("split_pairs.cuh", "past the end", "row < rows && row < Half::kRows", "row < Half::kRows", "FP32"),
+    Bug("split_pairs.cuh", "rows not compared", " && bottom >= top - kSpread", "", "FP32_PARTS"),
+    Bug("split_pairs.cuh", "below the range", "top >= 127 - kLargestExponent && ", "", "FP32_TINY"),
+    Bug("split_pairs.cuh", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "FP32"),
+    Bug("split_pairs.cuh", "partial maximum", "int lanes = 16; lanes > 0", "int lanes = 16; lanes > 8", "FP32"),
+    Bug("split_pairs.cuh", "q for dout", "of_dout ? dout_of(p, s, position.head) : q_of", "of_dout ? q_of(p, s, position.head) : q_of", "FP32_BACKWARD"),
+    Bug("split_pairs.cuh", "wrong tile", "split_keys<PairTile<kBlockN, kHeadDimV>>(p, index, true)", "split_keys<PairTile<kBlockN, kHeadDimV>>(p, 0, true)", "FP32"),
+    Bug("forward_sm80.cu", "stale exponents", "k_exponent = next_k_exponent, v_exponent = next_v_exponent;", "k_exponent = next_k_exponent;", "FP32"),
+    Bug("forward_sm80.cu", "stale exponents", "        if constexpr (kPaired) fetch_exponents(n_next);\n", "", "FP32"),
+    Bug("forward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return forward_in_parts(p);", "sync_block_or(out_of_range);", "FP32_PARTS"),
+    Bug("forward_sm80.cu", "lift left in", "power_of_two(v_exponent - kLiftP)", "power_of_two(v_exponent)", "FP32"),
+    Bug("backward_sm80.cu", "stale exponents", "      if constexpr (kPaired) fetch_exponents(next);\n", "", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "beyond fp16", "- 126, -2 * kLargestExponent) - kLiftDs", "- 126, -2 * kLargestExponent) - kLiftDs - 14", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return backward_in_parts(p);", "sync_block_or(out_of_range);", "FP32_BACKWARD_PARTS"),
+    Bug("backward_sm80.cu", "lift left in", "power_of_two(dout_exponent - kLiftP));\n            add", "power_of_two(dout_exponent));\n            add", "FP32_BACKWARD"),
+    Bug("backward_sm80.cu", "wrong rows", "pair_down_first(q_pair(stage), part * 8)", "pair_down_first(q_pair(stage), 0)", "FP32_WIDE"),
+    Bug("backward_sm80.cu", "no zeros", "store_pairs(ds_pair, key_warp, query_warp / 16, none);", "", "FP32_PASSED_OVER"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),
@@ -685,6 +733,41 @@ BUGS = [
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_as_they_are_survive(name, monkeypatch):
     assert run(CASES[name], None, monkeypatch) is None
+
+
+def tiles_of_the_matrix():
+    """Every shape of tile that some generation, dtype and head dim has, for kernels whose shapes differ in little else."""
+    shapes = {
+        (kernel, tile["block_m"], tile["block_n"], tile["num_warps"], dtype)
+        for kernel in ("forward_sm80", "backward_sm80", "forward_sm75", "backward_sm75")
+        for tiles in planning.support().tiles[kernel].values()
+        for tile in tiles
+        for dtype in (("float32",) if tile.get("dtypes") == ["float32"] else ("float16",))
+    }
+    return [pytest.param(*shape, id="-".join(map(str, shape))) for shape in sorted(shapes)]
+
+
+@pytest.mark.parametrize("kernel, block_m, block_n, num_warps, dtype", tiles_of_the_matrix())
+def test_a_feature_means_the_same_in_every_shape_of_tile(kernel, block_m, block_n, num_warps, dtype, monkeypatch):
+    """Masks, biases and dropout are laid out by tiles and by warps; tables give smaller GPUs shapes that no H200 uses."""
+    head_dim = 8 * num_warps if num_warps > 4 else 32  # as many columns as warps share out
+    case = Case(
+        kernel,
+        dtype=getattr(torch, dtype),
+        tile=(block_m, block_n),
+        num_warps=num_warps,
+        num_stages=1,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        batch=1,
+        heads=2,
+        heads_kv=1,
+        seqlen_q=block_m + 45,
+        seqlen_k=block_n + 77,
+        dropout_p=0.3,
+        features=frozenset(("mask", "bias", "nan")),
+    )
+    assert run(case, None, monkeypatch) is None
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.source.split('.')[0]}-{bug.kind}-{bug.case}")

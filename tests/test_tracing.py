@@ -354,10 +354,11 @@ def test_a_window_that_nobody_applies():
     assert codes(traced(Windowed(), *qkv(seqlen=4), True)) == set()
 
 
-@pytest.mark.parametrize("name", ["bloom", "gptj"])
-def test_hard_coded_attention(name):
+@pytest.mark.parametrize(("name", "read"), [("bloom", True), ("gptj", True), ("openai_gpt", False)])
+def test_hard_coded_attention(name, read):
     report = traced(BY_NAME[name].model("sdpa"), ids())
     assert codes(report) == {"hard_coded"} and "computes attention itself" in text_of(report, "hard_coded")
+    assert ("flashpatch.apply(model) reads it" in text_of(report, "hard_coded")) == read
     assert len(report.rows) == 2 and all(row.family == "eager" and row.mask == "causal" for row in report.rows)
 
 
@@ -804,6 +805,18 @@ def test_a_file_that_is_no_trace_is_a_sentence(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(profiles.NotATrace, match="trace"):
         profiles.read(path)
+
+
+def test_events_no_profiler_writes_are_passed_over():
+    odd = [
+        7,
+        None,
+        {"ph": "X", "name": 5, "dur": "a", "ts": None, "cat": "kernel"},
+        {"ph": "X", "name": "a", "args": 3},
+    ]
+    kernel = {"ph": "X", "name": "flash_fwd_kernel", "cat": "kernel", "dur": 2000, "ts": 1, "args": {"stream": 7}}
+    assert profiles.classify(odd).families == []
+    assert [row.milliseconds for row in profiles.classify([*odd, kernel]).families] == [2.0]
 
 
 def test_the_trace_can_run_the_profiler_beside_it():

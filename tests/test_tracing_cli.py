@@ -52,6 +52,13 @@ def test_the_readmes_first_example_is_the_tutorials_and_runs():
     assert row.family != "sdpa_flash" and "not float32" in row.forecast and "not float32" in str(names["t"])
 
 
+def test_the_readmes_first_screen_prints_what_it_shows():
+    shown = re.search(r"```text\n(.*?)\n```", README, re.DOTALL).group(1)
+    with flashpatch.trace() as t:
+        F.scaled_dot_product_attention(*(torch.randn(2, 8, 1024, 64) for _ in "qkv"))
+    assert str(t) == shown
+
+
 def test_a_healthy_model_keeps_every_budget(folders):
     result = audit(
         folders / "llama", *SHORT, "--dtype", "bf16", "--expect", "flash", "--forbid", "math,eager", "--strict"

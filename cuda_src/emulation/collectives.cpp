@@ -30,9 +30,19 @@ void run_mma(void* const (&arguments)[kLanes], Site site) {
       b[p + i * 8 + 1][g] = widen<kIsBf16>(in.b[i] >> 16);
     }
   }
-  for (u32 row = 0; row < 16; ++row)
-    for (u32 k = 0; k < 16; ++k)
-      for (u32 column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+  if constexpr (kIsBf16) {
+    for (u32 row = 0; row < 16; ++row)
+      for (u32 k = 0; k < 16; ++k)
+        for (u32 column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+  } else {  // rounded as run_mma_tf32 has it: fp32 products are made of these too
+    for (u32 row = 0; row < 16; ++row) {
+      double sum[8];
+      for (u32 column = 0; column < 8; ++column) sum[column] = d[row][column];
+      for (u32 k = 0; k < 16; ++k)
+        for (u32 column = 0; column < 8; ++column) sum[column] += static_cast<double>(a[row][k]) * b[k][column];
+      for (u32 column = 0; column < 8; ++column) d[row][column] = towards_zero(sum[column]);
+    }
+  }
   for (u32 lane = 0; lane < kLanes; ++lane) {
     float* out = static_cast<const MmaArguments*>(arguments[lane])->d;
     const u32 g = lane / 4, p = lane % 4 * 2;
