@@ -77,20 +77,22 @@ struct LaggingSoftmax {
   // Where they do (rarely, past the first blocks), grow() decides, O is multiplied here, and P computed again.
   template <int kCount, int kOutputs>
   DEVICE void speculate(u32 (&p_frag)[kCount / 2], float (&s_frag)[kCount], float (&o_frag)[kOutputs], float scale_log2) {
-    const LaggingSoftmax before = *this;
+    const float before[2] = {row_sum[0], row_sum[1]};
+    const float allowed[2] = {row_sum[0] + largest_p(0), row_sum[1] + largest_p(1)};
     exponentiate(p_frag, s_frag, scale_log2);
-    bool stays = true;  // not where a sum is NaN
-#pragma unroll
-    for (int half = 0; half < 2; ++half) stays &= row_sum[half] <= before.row_sum[half] + before.largest_p(half);
+    const bool stays = row_sum[0] <= allowed[0] && row_sum[1] <= allowed[1];  // not where a sum is NaN
     if (!vote_any(!stays)) return;
-    LaggingSoftmax again = before;
+    const float after[2] = {row_sum[0], row_sum[1]};
     float factor[2];
+    row_sum[0] = before[0], row_sum[1] = before[1];
+    set_limit();
     pin(s_frag);  // no product with the scale is kept from above
-    again.set_limit();
-    if (!again.grow(factor, s_frag, scale_log2)) return;
-    scale_rows(o_frag, factor);
-    again.exponentiate(p_frag, s_frag, scale_log2);
-    *this = again;
+    if (grow(factor, s_frag, scale_log2)) {
+      scale_rows(o_frag, factor);
+      exponentiate(p_frag, s_frag, scale_log2);
+    } else {
+      row_sum[0] = after[0], row_sum[1] = after[1];
+    }
   }
 
   // What O is to be multiplied by, and logsumexp of both rows in natural log. sink_log2 joins the denominator (-inf: none).
