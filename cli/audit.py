@@ -37,7 +37,7 @@ def command(model, gpu, markdown, every, html, svg, trace, profile, watch, stric
     from flashpatch import auditing, planning
 
     if markdown:
-        _write_markdown(auditing, markdown)
+        _write_markdown(markdown)
         return
     if every and (model is None or gpu or device or trace or profile):
         raise click.UsageError("--all shows MODEL on every generation: it needs MODEL, and neither --gpu nor --device")
@@ -65,16 +65,16 @@ def command(model, gpu, markdown, every, html, svg, trace, profile, watch, stric
     raise SystemExit(code)
 
 
-def _write_markdown(auditing, target: str) -> None:
-    from flashpatch import planning
+def _write_markdown(target: str) -> None:
+    from flashpatch import planning, support_table
 
-    table = auditing.markdown(planning.support())
+    table = support_table.markdown(planning.support())
     if target == "-":
         click.echo(table)
         return
     path = Path(target)
     try:
-        path.write_text(auditing.with_table(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+        path.write_text(support_table.with_table(path.read_text(encoding="utf-8"), table), encoding="utf-8")
     except (OSError, ValueError) as error:
         raise Fault(f"--markdown {target}: {error}", USAGE) from None
 
@@ -178,8 +178,8 @@ def _print_every(report) -> None:
 
     rendering.table(list(picture.COLUMNS), picture.lines(report), report.model)
     click.echo(summary(report))
-    for reason in report.reasons:
-        click.echo(f"not dispatched: {reason}")
+    for sentence in undispatched(report):
+        click.echo(sentence)
 
 
 def summary(report) -> str:
@@ -187,6 +187,11 @@ def summary(report) -> str:
     asked = f" asks for {', '.join(report.features)}" if report.features else ""
     dims = f", head dim {' and '.join(map(str, report.head_dims))}" if report.head_dims else ""
     return f"{report.dispatched} of {report.modules} attention modules would call flashpatch; attention{asked}{dims}."
+
+
+def undispatched(report) -> list[str]:
+    """Why modules of a GridReport would not call flashpatch, in sentences."""
+    return [f"not dispatched: {reason.removeprefix('not_dispatched: ')}" for reason in report.reasons]
 
 
 def _merged(support):

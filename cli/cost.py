@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 import click
 
 from . import charts, models, options, rendering
@@ -139,7 +137,7 @@ def _tables(report) -> list[tuple[str, list[str], list[list]]]:
          *map(_size, (way.forward_bytes, way.backward_bytes)),
          *map(_time, (way.forward_milliseconds, way.backward_milliseconds)),
          _size(way.working_bytes), _size(way.saved_bytes), "-" if way.largest_batch is None else way.largest_batch,
-         *([_money(way.forward_price), _money(way.training_price)] if price else [])]
+         *([rendering.figure(way.forward_price), rendering.figure(way.training_price)] if price else [])]
         for cost in report.contexts
         for label, way in (("kernel", cost.with_kernel), ("eager", cost.without))
     ]  # fmt: skip
@@ -217,8 +215,3 @@ def _time(milliseconds: float | None) -> str:
     if milliseconds >= 1000:
         return f"{milliseconds / 1000:.3g} s"
     return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{milliseconds * 1000:.3g} µs"
-
-
-def _money(value: float | None) -> str:
-    """Three figures, never an exponent: a short pass costs little."""
-    return "-" if value is None else format(Decimal(f"{value:.3g}"), "f")

@@ -7,7 +7,7 @@ from pathlib import Path
 from flashpatch import families
 from flashpatch.findings import grouped, grouped_violations, places, size
 
-from .rendering import MISSING, USAGE, Fault
+from .rendering import MISSING, USAGE, Fault, figure
 
 
 def write(path: str, template: str, **values) -> None:
@@ -27,9 +27,11 @@ def render(template: str, **values) -> str:
     except ImportError:
         raise Fault("--html needs jinja2: pip install jinja2", MISSING) from None
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     environment.globals.update(
-        families=families.BY_NAME, grouped=grouped, grouped_violations=grouped_violations, places=places, size=size,
+        families=families.BY_NAME, grouped=grouped, grouped_violations=grouped_violations, places=places, size=size, figure=figure,
         breakable=lambda path: Markup(".<wbr>").join(path.split(".")),
     )  # fmt: skip
     return environment.get_template(template).render(**values)

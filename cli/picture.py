@@ -93,7 +93,7 @@ def _cell(drawing: _Drawing, x: int, y: int, pair, modules: int, notes: dict[str
         choice = tally.choice
         marks = [notes.setdefault(reason, len(notes) + 1) for reason in choice.reasons]
         mark = f" [{', '.join(map(str, marks))}]" if marks else ""
-        others = f", {modules - tally.modules} other" if tally.modules < modules else ""
+        others = f", {tally.modules} of {modules} modules" if tally.modules < modules else ""
         drawing.text(x + 10, top + 15, f"{choice.kernel or 'fallback'}{mark}{others}", 12, 600)
         size = f", {rendering.kilobytes(choice.shared_memory)}" if choice.kernel else ""
         tile = choice.tile.replace(" warps", "w").replace(" stages", "s").replace(" stage", "s").replace(", ", " ")
@@ -102,6 +102,8 @@ def _cell(drawing: _Drawing, x: int, y: int, pair, modules: int, notes: dict[str
 
 
 def _footnotes(drawing: _Drawing, notes: dict[str, int], report, y: int, width: int) -> int:
+    from .audit import undispatched
+
     drawing.text(
         MARGIN,
         y,
@@ -110,7 +112,7 @@ def _footnotes(drawing: _Drawing, notes: dict[str, int], report, y: int, width: 
     )
     y += 20
     lines = [f"[{number}] {reason}" for reason, number in notes.items()]
-    lines += [f"not dispatched: {reason}" for reason in report.reasons]
+    lines += undispatched(report)
     for line in lines:
         for part in wrap(line, max(40, (width - 2 * MARGIN) // 7)):
             drawing.text(MARGIN, y, part, 12)
@@ -161,7 +163,9 @@ def lines(report) -> list[list[str]]:
 def html(report) -> str:
     """A page with the picture and every cell of it in words."""
     from . import html as pages
+    from .audit import summary, undispatched
 
     return pages.render(
-        "grid.html.jinja", title=report.model, picture=svg(report), columns=COLUMNS, lines=lines(report)
-    )
+        "grid.html.jinja", title=report.model, summary=summary(report), reasons=undispatched(report), picture=svg(report),
+        columns=COLUMNS, lines=lines(report),
+    )  # fmt: skip

@@ -6,12 +6,15 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 
 import click
 
 HOLDS, MISMATCH, USAGE, DECLINED, MISSING = 0, 1, 2, 3, 4
+SECONDS_BETWEEN_LINES = 30
 
 
 class Fault(click.ClickException):
@@ -77,9 +80,21 @@ def document(value):
 
 @contextmanager
 def progress(label: str, silent: bool = False):
-    """A callable `advance(done, total, text)` that draws one line on stderr; nothing unless that is a terminal."""
-    if silent or not sys.stderr.isatty():
+    """A callable `advance(done, total, text)` that keeps one line on stderr; where that is no terminal (a log), it writes one
+    every half minute."""
+    if silent:
         yield lambda done, total, text="": None
+        return
+    if not sys.stderr.isatty():
+        said = time.monotonic()
+
+        def say(done, total, text=""):
+            nonlocal said
+            if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                click.echo(f"{label} {text}".strip() + f": {done} of {total}", err=True)
+
+        yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -99,6 +114,13 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2e}" if math.isfinite(value) else str(value)
+
+
+def figure(value: float | None) -> str:
+    """A number in a column for reading: three figures or the whole ones, never an exponent."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 1000 else format(Decimal(f"{value:.3g}"), "f")
 
 
 def kilobytes(value: int) -> str:

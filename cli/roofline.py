@@ -134,8 +134,8 @@ def _print(done, failed) -> None:
         memory = "-" if point.peak_bytes is None else f"{point.peak_bytes / 2**20:.0f} MiB"
         share = "-" if point.fraction is None else f"{point.fraction:.0%}"
         rows.append([
-            shape.head_dim, shape.seqlen, point.direction, point.variant, *("-" if x is None else f"{x:.3g}" for x in figures),
-            memory, "-" if point.intensity is None else f"{point.intensity:.3g}", point.bound, share, point.error,
+            shape.head_dim, shape.seqlen, point.direction, point.variant, *map(rendering.figure, figures),
+            memory, rendering.figure(point.intensity), point.bound, share, point.error,
         ])  # fmt: skip
     columns = [
         "head dim", "seqlen", "direction", "variant", "ms", "TFLOP/s", "GB/s", "peak", "FLOP/byte", "bound by", "of it", "error",

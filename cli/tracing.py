@@ -42,7 +42,11 @@ def options(function):
     @click.option("--train", is_flag=True, help="With --trace: run a backward too.")
     @click.option("--padding", type=click.Choice(["left", "right"]), help="With --trace: pad the rows of the batch.")
     @click.option(
-        "--expect", default="", metavar="KINDS", help="Exit with 3 if any attention ran on another (flash, ...)."
+        "--expect",
+        default="",
+        metavar="KINDS",
+        help="Exit with 3 if any attention ran on another (flash, fused, cudnn, ...). On a CPU, flash also asks that "
+        "FlashAttention could take the call on a GPU; flash_cpu is torch's CPU kernel alone.",
     )
     @click.option(
         "--forbid", default="", metavar="KINDS", help="Exit with 3 if any attention ran on these (math,eager)."
@@ -100,6 +104,8 @@ def _trace(name, watch: Watch, strict, dtype, device, as_json, load) -> int:
         cuda = next(loaded.parameters()).is_cuda
         done = tracing.run(loaded, inputs, patch=watch.patch, compile=watch.compile, train=watch.train, profile=cuda)
     done.violations = findings.violations(done, watch.expect, watch.forbid, watch.max_declines)
+    if (watch.expect or watch.forbid) and any(row.device == "cpu" for row in done.rows):
+        done.statements.append(findings.ON_A_CPU)
     code = DECLINED if done.violations or (strict and not done.holds) else HOLDS
     if watch.html:
         from . import html
@@ -122,7 +128,7 @@ def _print(name: str, done) -> None:
         calls = "+".join(str(count) for count in (row.calls, row.recomputes, row.backward_calls) if count)
         rows.append([
             row.path, families.BY_NAME[row.family].title + (f" ({row.kernel})" if row.kernel else ""), calls,
-            f"{row.q} x {row.k[2]}", row.dtype, row.mask, _figure(row.milliseconds), f"{row.flops / 1e9:.3g}",
+            f"{row.q} x {row.k[2]}", row.dtype, row.mask, rendering.figure(row.milliseconds), f"{row.flops / 1e9:.3g}",
             size(row.bytes), held,
         ])  # fmt: skip
     columns = ["module", "ran on", "calls", "q x keys", "dtype", "mask", "ms", "GFLOP", "moved", "matrix in memory"]
@@ -144,10 +150,6 @@ def _print(name: str, done) -> None:
         click.echo(f"BUDGET {violation.rule}: {places(paths)} {violation.text}")
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
 # ---- a profiler's trace ----
 
 
@@ -159,13 +161,17 @@ def _profile(path: str, watch: Watch, as_json: bool) -> int:
         done = profiles.read(path)
     except profiles.NotATrace as error:
         raise Fault(str(error), USAGE) from None
-    allowed = set().union(*map(families.expand, watch.expect.split(","))) if watch.expect else None
+    allowed, on_cpu = families.allowed(watch.expect) if watch.expect else (None, True)
     banned = set().union(*map(families.expand, watch.forbid.split(","))) if watch.forbid else set()
     # by kernels alone, SDPA's math backend and eager attention are the same
     if "sdpa_math" in banned:
         banned.add("eager")
     broken = [
-        row for row in done.families if row.family in banned or (allowed is not None and row.family not in allowed)
+        row
+        for row in done.families
+        if row.family in banned
+        or (allowed is not None and row.family not in allowed)
+        or (row.family == "sdpa_flash_cpu" and not on_cpu)
     ]
     nothing = allowed is not None and not done.families
     code = DECLINED if broken or nothing else HOLDS
@@ -187,7 +193,10 @@ def _profile(path: str, watch: Watch, as_json: bool) -> int:
     rendering.table(["attention", "verdict", "forward", "backward", "ms", "of all", "longest kernel"], rows, path)
     click.echo(f"{done.verdict} {done.kernels} kernels, {done.milliseconds:.1f} ms in all.")
     for row in broken:
-        click.echo(f"BUDGET {_rule(watch)}: {row.title} ran: {row.calls + row.backward_calls} times, {row.kernels[0]}")
+        why = "; what a GPU would run it does not show" if row.family == "sdpa_flash_cpu" and not on_cpu else ""
+        click.echo(
+            f"BUDGET {_rule(watch)}: {row.title} ran: {row.calls + row.backward_calls} times, {row.kernels[0]}{why}"
+        )
     if nothing:
         click.echo(f"BUDGET {_rule(watch)}: no attention was seen at all")
     return code

@@ -193,8 +193,11 @@ def _check_lengths(
                 _check_offsets(problems, name, tensor, (q if name.endswith("q") else k).shape[0], longest)
         elif batch is not None and tensor.shape[0] != batch:
             problems.append(f"seqused_k has {tensor.shape[0]} entries for a batch of {batch}")
-        elif tensor.device.type == "cpu" and not torch.compiler.is_compiling() and any(n < 0 for n in tensor.tolist()):
-            problems.append(f"seqused_k is {tensor.tolist()[:8]}; numbers of keys are needed, 0 or more")
+        elif tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+            most = math.inf if varlen else k.shape[1]
+            if not all(0 <= n <= most for n in tensor.tolist()):
+                limit = "0 or more" if varlen else f"0 to {most}"
+                problems.append(f"seqused_k is {tensor.tolist()[:8]}; numbers of keys are needed, {limit}")
 
 
 def _check_offsets(problems: list[str], name: str, offsets: torch.Tensor, total: int, longest: int | None) -> None:

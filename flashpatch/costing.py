@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy
 import yaml
 
-from . import auditing, planning
+from . import auditing, dry_runs, planning
 from .problem import Decline
 
 ELEMENT_BYTES = {**planning.ELEMENT_BYTES, "float64": 8}
@@ -210,7 +210,7 @@ class _Kind:
         return min(keys, limit)
 
 
-def _kinds(facts: auditing.ModelFacts) -> dict[_Kind, list[str]]:
+def _kinds(facts: dry_runs.ModelFacts) -> dict[_Kind, list[str]]:
     """The calls of one forward, alike ones together, with their modules."""
     crosses = getattr(facts.config, "is_encoder_decoder", False)
     chunk = getattr(facts.config, "attention_chunk_size", None)
@@ -345,7 +345,7 @@ def cost(
     Raises auditing.UnknownGpu, models.ModelError.
     """
     limits, speeds = ceilings(gpu, tflops=tflops, bandwidth=bandwidth, memory=memory)
-    facts = auditing.facts(model, dtype=dtype, **load)
+    facts = dry_runs.facts(model, dtype=dtype, **load)
     kinds = _kinds(facts)
     if kinds and not any(kind.follows for kind in kinds):
         contexts = (max(kind.seqlen_q for kind in kinds),)
@@ -453,7 +453,7 @@ def _notes(kinds: dict, limits: Ceilings, speeds: dict, config, contexts, dtype:
     ]
     if limits.matmul_tflops is None or limits.bandwidth_tb_s is None:
         notes.append(
-            f"Nobody measured a {limits.gpu} in {dtype}; give --tflops, --bandwidth and --memory for times, money and fit."
+            f"Nobody measured {limits.gpu} in {dtype}; give --tflops, --bandwidth and --memory for times, money and fit."
         )
     elif not speeds:
         notes.append(

@@ -125,6 +125,17 @@ def is_backward(name: str) -> bool:
     return bool(re.search(r"backward|bwd|bprop|cutlassB|_dot_do_o|convert_d[qkv]", name, re.IGNORECASE))
 
 
+def allowed(words: str) -> tuple[set[str], bool]:
+    """The families of `--expect` words with commas, and whether they take torch's CPU flash kernel as it is.
+
+    "flash" asks for what a GPU runs: that kernel stands for it only where FlashAttention could take the same call.
+    "flash_cpu" and "fused" mean the kernel itself.
+    """
+    words = [word.strip().lower() for word in words.split(",")]
+    named = any("sdpa_flash_cpu" in expand(word) for word in words if word != "flash")
+    return set().union(*map(expand, words)), named
+
+
 def expand(word: str) -> set[str]:
     """The families a word of `--expect` and `--forbid` stands for: a family, a kind, or a backend of SDPA.
 

@@ -27,6 +27,8 @@ _PLAIN = (
 
 # How the trace says that it could not read a call.
 UNREADABLE = "a call ran that the trace could not read"
+# What a budget that was checked on a CPU does not say.
+ON_A_CPU = "what a GPU would run: these calls ran on a CPU, with its own kernels and limits; run the same line on the GPU to know"
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ def _slow(call: Call):
                 f"{facts.class_name} computes attention itself, whatever the configuration says "
                 f"(attn_implementation {facts.implementation!r}): {matrix} in memory"
             )
+            if facts.read:
+                text += "; flashpatch.apply(model) reads it there"
             yield "slow", "hard_coded", text
         else:
             why = ""
@@ -197,7 +201,11 @@ def _notes(call: Call):
         text = "an operator named after attention that flashpatch does not know: whether it holds the score matrix is not known"
         yield "note", "unknown_attention", text
     if call.forecast:
-        yield "note", "forecast", f"on an NVIDIA GPU FlashAttention would not take this call: {call.forecast}"
+        yield "note", "forecast", _forecast(call.forecast)
+
+
+def _forecast(reasons: str) -> str:
+    return f"on an NVIDIA GPU FlashAttention would not take this call: {reasons}"
 
 
 def _title(call: Call) -> str:
@@ -235,9 +243,10 @@ class Violation:
 def violations(report, expect: str = "", forbid: str = "", max_declines: int | None = None) -> list[Violation]:
     """What in a TraceReport breaks a budget. `expect` and `forbid` are words that `families.expand` knows, with commas.
 
+    `expect="flash"` does not hold on a CPU either where FlashAttention could not take the call on a GPU.
     Raises ValueError for a word that is not known.
     """
-    allowed = set().union(*map(families.expand, expect.split(","))) if expect else None
+    allowed, on_cpu = families.allowed(expect) if expect else (None, True)
     banned = set().union(*map(families.expand, forbid.split(","))) if forbid else set()
     broken, reasons = [], {}
     for finding in report.findings:
@@ -249,6 +258,10 @@ def violations(report, expect: str = "", forbid: str = "", max_declines: int | N
             text += f": {why}"
         if allowed is not None and row.family not in allowed:
             broken.append(Violation(f"--expect {expect}", row.path, text))
+        elif row.family == "sdpa_flash_cpu" and row.forecast and not on_cpu:
+            broken.append(
+                Violation(f"--expect {expect}", row.path, f"ran torch's CPU kernel, and {_forecast(row.forecast)}")
+            )
         elif row.family in banned:
             broken.append(Violation(f"--forbid {forbid}", row.path, text))
     asked = f"--expect {expect}" if expect else f"--forbid {forbid}" if forbid else f"--max-declines {max_declines}"

@@ -20,6 +20,7 @@ from . import compiler, emulator, tensor_maps
 from .call import TENSORS, Call
 from .planning import shared_memory, value_parts
 from .problem import Config, Device, Plan, Reason
+from .tile_counts import Shapes, splits, takes_maps
 
 POINTERS = (
     "q", "k", "v", "out", "logsumexp", "dout", "dq", "dk", "dv", "dlogsumexp", "delta", "dq_accum", "dq_turns",
@@ -57,8 +58,6 @@ _MAX_BLOCKS = 2**31 - 1
 _MOST_INPUTS = 1024
 # The emulator runs the CTAs of a persistent grid one after another; a few are enough to share out tiles.
 _EMULATED_MULTIPROCESSORS = 3
-# Query heads are dealt out without a GPU as on an H200.
-_USUAL_MULTIPROCESSORS = 132
 
 launched: Counter[str] = Counter()  # kernel -> launches of this process; verify counts by it
 
@@ -114,11 +113,6 @@ def _bias_helper(config: Config, wide: bool) -> Config:
     )
 
 
-def _takes_maps(config: Config) -> bool:
-    """Whether the main kernel's argument is ParamsSm90: Params between tensor maps and tile counters."""
-    return config.kernel.endswith("sm90")
-
-
 # The small kernels before (delta) and after (dq from fp32) a backward, by family.
 _BEFORE = ("backward_delta", "backward_prepare_sm90")
 _AFTER = ("backward_dq", "backward_dq_sm75", "backward_finish_sm90")
@@ -144,12 +138,12 @@ class Forward:
         self.new_out = torch.empty(1, dtype=q.dtype, device=q.device).expand(out_shape)
         self.new_statistics = torch.empty(1, dtype=torch.float32, device=q.device).expand(_statistics_shape(q, call))
         self.plain, self.varlen = call.is_plain(), call.cu_seqlens_q is not None
-        shapes = _Shapes(plan.config, q, k, call)
+        shapes = Shapes(plan.config, q, k, call)
         self.blocks = value_parts(plan.config) * shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.mask = _PackedMask(plan, shapes, call) if plan.config.has_mask else None
-        self.tma = _takes_maps(plan.config)
+        self.tma = takes_maps(plan.config)
         self.tail = _optional_pointers(call) + self.rest if self.plain else b""
         # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
         self.inputs: dict[tuple, bytes] = {}
@@ -207,18 +201,18 @@ class Backward:
         self.plan = plan
         config = plan.config
         self.varlen = varlen = call.cu_seqlens_q is not None
-        self.ragged = (varlen, varlen or call.seqused_k is not None) if _takes_maps(config) else (False, False)
+        self.ragged = (varlen, varlen or call.seqused_k is not None) if takes_maps(config) else (False, False)
         self.readable = all(map(_has_readable_strides, (dout, q, k, v, out))) and not self._needs_whole_rows(k, v)
         dout, q, k, v, out = self._readable(dout, q, k, v, out)
-        shapes = _Shapes(config, q, k, call)
+        shapes = Shapes(config, q, k, call)
         self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
         self.key_blocks = self.blocks = shapes.n_blocks * k.shape[-2] * shapes.rows_of_blocks
         self.shared_keys = None
         # query blocks with rows, at most: records of cuda_src/workspace_sm90.cuh, query_block_offset of seqlen.cuh
-        if _takes_maps(config):
+        if takes_maps(config):
             self.turns = 1 + self.query_blocks  # a word that deals out tiles, a counter per record
             workspace = (self.query_blocks, config.block_m * (config.head_dim + 2))
-            shapes.share_heads(_splits(plan, shapes, self.key_blocks, call))
+            shapes.share_heads(splits(plan, shapes, self.key_blocks, call))
             tiles = self.key_blocks * shapes.splits
             self.blocks = min(tiles, plan.device.multiprocessors or _EMULATED_MULTIPROCESSORS)  # persistent
             if shapes.splits > 1:
@@ -286,7 +280,7 @@ class Backward:
         tensors = (*tensors, dbias, *own)
         argument = params
         before = after = self.query_blocks
-        if _takes_maps(self.plan.config):
+        if takes_maps(self.plan.config):
             counters, address = _tile_counters(q.device, self.plan.device.index)
             tensors = (*tensors, counters)
             argument = _maps(self.plan.config, q, k, v, dout, *self.ragged) + params + address
@@ -362,7 +356,7 @@ class _PackedMask:
 
     __slots__ = ("kernel", "tiles", "words")
 
-    def __init__(self, plan: Plan, shapes: _Shapes, call: Call):
+    def __init__(self, plan: Plan, shapes: Shapes, call: Call):
         config = plan.config
         masks = math.prod(size for size, stride in zip(call.mask.shape[:2], call.mask.stride(), strict=False) if stride)
         self.tiles = masks * shapes.m_blocks * shapes.n_blocks
@@ -381,7 +375,7 @@ class _BiasGradient:
 
     __slots__ = ("accum", "broadcast", "dtype", "kernel", "shape", "tiles")
 
-    def __init__(self, plan: Plan, shapes: _Shapes, q, k, call: Call):
+    def __init__(self, plan: Plan, shapes: Shapes, q, k, call: Call):
         config = plan.config
         per_batch, per_head, per_row, per_key = (stride != 0 for stride in call.bias.stride())
         batch = shapes.batch if per_batch or config.deterministic else 1
@@ -456,59 +450,6 @@ def _statistics_shape(q: torch.Tensor, call: Call) -> tuple[int, ...]:
 # ---- Params ----
 
 
-class _Shapes:
-    """Counts of sequences, rows and blocks of one call under one Config."""
-
-    __slots__ = ("batch", "group", "m_blocks", "n_blocks", "rows_of_blocks", "split_heads", "splits", "total_q")
-
-    def __init__(self, config: Config, q, k, call: Call):
-        self.group = q.shape[-2] // max(k.shape[-2], 1)
-        self.share_heads(1)
-        varlen = call.cu_seqlens_q is not None
-        self.batch = call.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
-        self.total_q = q.shape[0] if varlen else q.shape[0] * q.shape[1]
-        if varlen and _takes_maps(config):  # the blocks of all sequences in one row: cuda_src/packed_sm90.cuh
-            self.rows_of_blocks = 1
-            self.m_blocks = self.total_q // config.block_m + self.batch if self.batch else 0
-            self.n_blocks = k.shape[0] // config.block_n + self.batch if self.batch else 0
-        else:
-            self.rows_of_blocks = self.batch
-            self.m_blocks = -(-call.max_seqlen_q // config.block_m)
-            self.n_blocks = -(-call.max_seqlen_k // config.block_n)
-
-    def share_heads(self, splits: int) -> None:
-        """Deal the query heads of a key head out to `splits` tiles."""
-        self.splits, self.split_heads = splits, self.group // splits
-
-
-# Steps (query blocks of one head) that one more tile of a Hopper backward costs: the start, and adding up dk and dv. Head dim 128
-# on an H200: 4096 keys in full with 8 tiles for each of 256 take 45 steps in 1000 longer than with one.
-_TILE_STEPS = 3
-
-
-def _splits(plan: Plan, shapes: _Shapes, key_blocks: int, call: Call) -> int:
-    """How many tiles share the query heads of a key head: of its divisors the one with the shortest estimate.
-
-    Tiles of equal length come in waves. Of unequal ones (causal) the longest start first, and multiprocessors wait for
-    the last to end a quarter of the longest, about the mean of what replaying the order for 27 shapes shows.
-    """
-    if shapes.group == 1 or not key_blocks:
-        return 1
-    m, n = plan.config.block_m, plan.config.block_n
-    rows, left, right = call.max_seqlen_q, call.window_left, call.window_right
-    if left >= 0 and right >= 0:
-        rows = min(rows, left + right + n)
-    longest = -(-rows // m) * shapes.group
-    multiprocessors = plan.device.multiprocessors or _USUAL_MULTIPROCESSORS
-
-    def steps(splits: int) -> float:
-        if (left < 0) == (right < 0):
-            return -(-key_blocks * splits // multiprocessors) * (longest / splits + _TILE_STEPS)
-        return key_blocks * splits / multiprocessors * _TILE_STEPS + longest / splits / 4
-
-    return min((s for s in range(1, shapes.group + 1) if shapes.group % s == 0), key=steps)
-
-
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -520,7 +461,7 @@ def _row_strides(strides) -> tuple[int, ...]:
     return tuple(strides[:3]) if len(strides) == 4 else (0, strides[0], strides[1])
 
 
-def _rest(shapes: _Shapes, call: Call, q, k, v, *, out, dout=(), dq=(), dk=(), dv=()) -> bytes:
+def _rest(shapes: Shapes, call: Call, q, k, v, *, out, dout=(), dq=(), dk=(), dv=()) -> bytes:
     """struct Params after its pointers: STRIDES, INTEGERS, FLOATS."""
     rows = [q.stride(), k.stride(), v.stride(), out, dout, dq, dk, dv]
     return _REST.pack(

@@ -26,6 +26,7 @@ class Facts:
     window: int | None = None
     weights: str = ""  # dtype of the module's weights
     compiled: bool = False
+    read: bool = False  # it computes attention in code that flashpatch reads: apply can send it to a kernel
 
 
 @dataclass

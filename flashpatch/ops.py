@@ -351,7 +351,8 @@ def attention(
             torch operators and counts it.
 
     Returns:
-        out [batch, seqlen_q, num_heads_q, head_dim_v] in q's dtype; with `return_logsumexp`, (out, logsumexp).
+        out [batch, seqlen_q, num_heads_q, head_dim_v] in q's dtype (of mixed q, k and v, cast as autocast does, else to
+        the widest); with `return_logsumexp`, (out, logsumexp).
         A row that sees no key is 0, its logsumexp -inf (or its sink), its gradients 0.
 
     Raises:

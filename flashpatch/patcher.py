@@ -367,6 +367,18 @@ class _Enabled:
         self.override = False
         self.honoured: list[tuple[str, str]] = []
         self.unreachable: Counter = Counter()
+        self.defaults: dict[str, str] = {}
+
+    def default(self, name: str) -> str:
+        """The name of an implementation that nobody asked for, as a string object of its own.
+
+        A configuration hands it on to the models inside, copies of it do too, and it is told from a name that a script
+        gave by its identity alone.
+        """
+        return self.defaults.setdefault(name, name.encode().decode())
+
+    def is_default(self, name: str | None) -> bool:
+        return name is None or name is self.defaults.get(name)
 
 
 _enabled = _Enabled()
@@ -375,7 +387,7 @@ _enabled = _Enabled()
 def enable(override: bool = False) -> None:
     """From now on, models that are built without a chosen attention implementation use flashpatch.
 
-    An implementation asked for by name is honoured and listed (`enabled_models`, reports); `override=True` replaces it
+    An implementation asked for by name is honoured and listed (`honoured`, reports); `override=True` replaces it
     too. Attention that a model computes in its own code is read where `inlined.MODULES` names it, from the model's first
     forward on, which must not be one that torch.compile traces. Models that can neither be switched nor read keep their
     default (`unreachable`).
@@ -388,9 +400,11 @@ def enable(override: bool = False) -> None:
     original = pretrained._check_and_adjust_attn_implementation
 
     def choose(self, attn_implementation, is_init_check=False, **kwargs):
-        if is_init_check:
-            attn_implementation = _choose(self, attn_implementation)
-        return original(self, attn_implementation, is_init_check, **kwargs)
+        if not is_init_check:
+            return original(self, attn_implementation, is_init_check, **kwargs)
+        default = _enabled.is_default(attn_implementation)
+        name = original(self, _choose(self, None if default else attn_implementation), is_init_check, **kwargs)
+        return _enabled.default(name) if default and name != NAME else name
 
     _enabled.original = original
     pretrained._check_and_adjust_attn_implementation = choose

@@ -19,7 +19,6 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import benchmarking, families, tracing
 from .benchmarking import Shape
@@ -166,16 +165,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, small: bool = 
 # ---- counting ----
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(tracing.Watching):
     """Adds up what operators read and write, and the FLOPs of matrix products."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self):
         super().__init__()
@@ -235,8 +226,6 @@ def compulsory(shape: Shape, direction: str, itemsize: int) -> int:
 
 # ---- running ----
 
-_compiled_flex = None
-
 
 def call(variant: str, q, k, v, causal: bool) -> torch.Tensor:
     """One forward on [batch, seqlen, heads, head_dim] tensors."""
@@ -254,15 +243,25 @@ def call(variant: str, q, k, v, causal: bool) -> torch.Tensor:
     return benchmarking.call(variant, q, k, v, causal)
 
 
-def _flex(q, k, v, causal: bool) -> torch.Tensor:
-    global _compiled_flex
-    from torch.nn.attention.flex_attention import flex_attention
+_compiled_flex: dict[tuple, object] = {}
 
-    if _compiled_flex is None:
-        _compiled_flex = torch.compile(flex_attention)
+
+def _flex(q, k, v, causal: bool) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+    from torch.utils._triton import has_triton
+
+    if q.device.type == "cuda" and not has_triton():
+        raise RuntimeError("torch.compile needs Triton for FlexAttention on a GPU; type: pip install triton")
+    key = (q.shape, k.shape, q.dtype, causal, q.requires_grad)
+    if key not in _compiled_flex:
+        # dynamo finds what it compiled by its code, keeps a few and then leaves the rest to dense operators
+        torch.compiler.reset()
+        _compiled_flex.clear()
+        _compiled_flex[key] = torch.compile(flex_attention, dynamic=False)
     blocks = _blocks(q.shape[1], k.shape[1], q.device) if causal else None
+    gqa = q.shape[2] != k.shape[2]
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return _compiled_flex(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    return _compiled_flex[key](q, k, v, block_mask=blocks, enable_gqa=gqa).transpose(1, 2)
 
 
 _known_blocks: dict[tuple, object] = {}
@@ -305,6 +304,7 @@ def measure(
     point = Point(shape, direction, variant)
     try:
         run = _runner(variant, shape, direction, dtype, device)
+        run()  # compiles, and takes what is taken once
         if device.type == "cuda":
             _sync(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -312,8 +312,6 @@ def measure(
             run()
             _sync(device)
             point.peak_bytes = torch.cuda.max_memory_allocated(device) - before
-        else:
-            run()
         point.flops, point.bytes = count(run, shape, direction, dtype.itemsize)
         point.milliseconds = milliseconds(run, device, samples=samples)
         judge(point, ceilings)

@@ -83,8 +83,9 @@ class TraceReport:
             where = row.path or "attention"
             held = f", held {row.matrix_shape} {row.matrix_dtype}" if row.matrix_bytes else ""
             title = families.BY_NAME[row.family].title
+            calls = f"{row.calls} call{'s' * (row.calls != 1)}"
             lines.append(
-                f"{where}: {title}, {row.calls} calls, q {row.q} {row.dtype}, mask {row.mask}{held}"
+                f"{where}: {title}, {calls}, q {row.q} {row.dtype}, mask {row.mask}{held}"
                 + "".join(f"\n    not {name}: {text}" for name, text in row.refused.items())
             )
         for finding, paths in findings.grouped(self.findings):

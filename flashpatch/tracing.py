@@ -25,6 +25,7 @@ from . import (
     counting,
     families,
     findings,
+    inlined,
     mask_kinds,
     module_reading,
     operator_reading,
@@ -113,10 +114,9 @@ class _Asked:
     enable_gqa: bool = False
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
+class Watching(TorchDispatchMode):
+    """Like torch's own modes: torch.compile neither falls back to eager because of this one nor traces it."""
 
-    # Like torch's own modes: torch.compile then neither falls back to eager because of this one nor traces it.
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True
@@ -124,6 +124,10 @@ class _Mode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class _Mode(Watching):
+    supports_higher_order_operators = True
 
     def __init__(self, trace: Trace):
         super().__init__()
@@ -338,7 +342,7 @@ class Trace:
             module_reading.function_of(implementation),
             module_reading.supports_sdpa([f.module for f in self._stack]), module_reading.dispatches(module) if implementation else None, softcap, isinstance(getattr(module, "sinks", None), torch.Tensor),
             window if isinstance(window, int) else None, "" if weight is None else module_reading.word(weight.dtype),
-            compiled is not None,
+            compiled is not None, inlined.where(type(module)) is not None,
         )  # fmt: skip
 
     # ---- operators ----

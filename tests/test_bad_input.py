@@ -57,7 +57,8 @@ BAD = {
     "mask-sparse": ({"mask": torch.ones(6, 6, dtype=torch.bool).to_sparse()}, r"mask is a sparse_coo tensor; a dense"),
     "ranges-shape": ({"key_ranges": torch.zeros(2, 6, dtype=torch.int32)}, r"key_ranges has shape \[2, 6\]"),
     "seqused-length": ({"seqused_k": offsets(1, 2, 3)}, r"seqused_k has 3 entries for a batch of 2"),
-    "seqused-negative": ({"seqused_k": offsets(-1, 2)}, r"seqused_k is \[-1, 2\]; numbers of keys are needed, 0 or more"),
+    "seqused-negative": ({"seqused_k": offsets(-1, 2)}, r"seqused_k is \[-1, 2\]; numbers of keys are needed, 0 to \d+"),
+    "seqused-beyond": ({"seqused_k": offsets(999, 2)}, r"seqused_k is \[999, 2\]; numbers of keys are needed, 0 to \d+"),
     "max-seqlen-alone": ({"max_seqlen_q": 4}, r"belong to cu_seqlens_q"),
     "decline-word": ({"on_decline": "ignore"}, r"on_decline is 'ignore'"),
 }  # fmt: skip

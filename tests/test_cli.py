@@ -512,6 +512,8 @@ def test_pictures_are_complete_and_need_nothing_from_outside(folders, tmp_path):
         assert title in texts and f">{title} (" in page and title in table
     for kernel in ("forward_sm75", "backward_sm75", "forward_sm80", "backward_sm80"):
         assert kernel in texts and f">{kernel}</td>" in page and kernel in table
+    said = "2 of 2 attention modules would call flashpatch"
+    assert any(text.startswith(said) for text in texts) and f'<p class="phone">{said}' in page and said in table
     for text in (svg.read_text(encoding="utf-8"), page):
         links = re.findall(r"(?:href|src)=\"(?!data:)|url\(|https?://[^\"]*", text)
         assert set(links) <= {"http://www.w3.org/2000/svg"}
@@ -560,12 +562,16 @@ def test_numbers_json_has_no_word_for_are_null():
     assert rendering.document(check)["error"] is None and rendering.document(check)["eager_error"] is None
 
 
-def test_progress_is_silent_where_there_is_no_terminal(capsys):
+def test_progress_without_a_terminal_is_a_line_now_and_then(capsys, monkeypatch):
     from flashpatch.cli import rendering
 
     with rendering.progress("work") as advance:
-        advance(1, 2, "half")
+        advance(1, 2)
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(rendering, "SECONDS_BETWEEN_LINES", 0)
+    with rendering.progress("verify") as advance:
+        advance(40, 98, "running")
+    assert capsys.readouterr() == ("", "verify running: 40 of 98\n")
 
 
 def test_a_terminal_gets_a_drawn_table(monkeypatch, capsys):

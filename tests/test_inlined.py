@@ -114,15 +114,6 @@ def test_a_module_that_calls_torchs_own_attention_is_read_too(name):
     assert not torch.equal(found, expected)
 
 
-@pytest.fixture
-def enabled():
-    patcher.enable()
-    yield
-    patcher.disable()
-    tagging._adopted.clear()
-    patcher._enabled.honoured.clear()
-
-
 @pytest.mark.parametrize("name", ["bloom", "deberta", "sam_vision_model"])
 def test_enable_reads_them_from_the_first_forward_on(name, enabled):
     """A copy made before that too. What was asked for by name is left alone."""
@@ -139,6 +130,25 @@ def test_enable_reads_them_from_the_first_forward_on(name, enabled):
     assert [row.calls for row in report.rows] == [1] * TYPES[name][1]
     assert all(row.path in dict(model.named_modules()) for row in report.rows)
     assert type(model).__name__ not in patcher.unreachable()
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "blip", "speecht5", "sam_vision_model", "trocr"])
+def test_a_default_that_reaches_a_model_inside_was_asked_for_by_nobody(name, enabled):
+    config = shrinking.shrunk(name)
+    for cls in shrinking.model_classes(name, config):
+        for given in (config, config, copy.deepcopy(config)):  # as it is, with what the first model put there, copied
+            with torch.device("meta"):
+                cls(given)
+    assert patcher.honoured() == []
+    with torch.device("meta"):
+        cls._from_config(config, attn_implementation="eager")
+    assert (cls.__name__, "eager") in patcher.honoured()
+
+
+def test_a_model_inside_is_read_also_where_it_is_called_by_itself(enabled):
+    model = shrinking.model_classes("bloom", config := shrinking.shrunk("bloom"))[-1](config).eval()
+    model.base_model(torch.randint(0, 5, (1, 7)))
+    assert {row.calls for row in patcher.report(model).rows} == {1}
 
 
 def test_enable_switches_what_fails_on_its_name_while_it_is_built(enabled):
@@ -281,7 +291,6 @@ def hard(monkeypatch):
     monkeypatch.setattr(inlined, "where", lambda cls: inlined.Where() if cls is Hard else None)
 
     def make(then):
-        from flashpatch import tagging
 
         module = Hard(then)
         tag = tagging.tag_module(module, "hard", False)

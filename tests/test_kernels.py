@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashpatch
-from flashpatch import cases, counting, emulator, launcher, planning, reference, verification
+from flashpatch import cases, counting, emulator, launcher, planning, reference, tile_counts, verification
 from flashpatch.call import Call
 from flashpatch.problem import Plan, Problem
 
@@ -602,4 +602,4 @@ def test_tiles_share_the_query_heads_of_few_key_blocks(batch, seqlen, heads, hea
     key_blocks = batch * heads_kv * seqlen // 128
     assert backward.blocks == min(132, key_blocks * splits)
     assert backward.shared_keys == (None if splits == 1 else (key_blocks, 2 * 128 * 128))
-    assert launcher._splits(plan, launcher._Shapes(plan.config, q, k, call), key_blocks, call) == splits
+    assert tile_counts.splits(plan, tile_counts.Shapes(plan.config, q, k, call), key_blocks, call) == splits

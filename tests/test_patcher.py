@@ -530,15 +530,6 @@ def test_from_pretrained_by_name(tmp_path):
     assert (report.dispatched, report.total) == (2, 2)
 
 
-@pytest.fixture
-def enabled():
-    patcher.enable()
-    yield
-    patcher.disable()
-    tagging._adopted.clear()
-    patcher._enabled.honoured.clear()
-
-
 def test_enable_takes_defaults_and_honours_names(enabled):
     default = BY_NAME["llama"].build()
     config = default.config

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashpatch import auditing, compiler, emulator, execution, launcher, planning
+from flashpatch import compiler, emulator, execution, launcher, planning, support_table
 from flashpatch.planning import MatrixError, load_matrix, resolve, shared_memory
 from flashpatch.problem import DIRECTIONS, DTYPES, Decline, DeclinedError, Device, Plan, Problem, Reason
 
@@ -201,7 +201,7 @@ def test_a_faked_gpu_gets_what_the_matrix_prints(device, problem):
 def test_audit_prints_what_the_matrix_has(device):
     printed = {
         (row.direction, row.dtype, row.feature, head_dim): (row.kernel, row.status)
-        for row in auditing.support_of(device)
+        for row in support_table.support_of(device)
         for head_dim in row.head_dims
     }
     whole = itertools.product(DIRECTIONS, DTYPES, MATRIX.features, MATRIX.head_dims)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flashpatch
-from flashpatch import auditing, planning
+from flashpatch import planning, support_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,14 +27,14 @@ def test_the_first_line_says_what_importing_does_not_do():
 
 
 def test_support_table_is_the_matrix():
-    table = auditing.markdown(planning.support())
-    renewed = auditing.with_table(README, table)
+    table = support_table.markdown(planning.support())
+    renewed = support_table.with_table(README, table)
     assert renewed == README, "the table is out of date; type: flashpatch audit --markdown README.md"
 
 
 def test_a_document_without_markers_is_refused():
     with pytest.raises(ValueError, match="support:begin"):
-        auditing.with_table("no markers", "table")
+        support_table.with_table("no markers", "table")
 
 
 @pytest.mark.parametrize("marker", ["command:install", "command:test"])
@@ -130,6 +130,20 @@ def test_speed_table_is_what_was_measured():
     table = README.split("<!-- speed:begin -->\n")[1].split("\n<!-- speed:end -->")[0]
     assert table == benchmarking.speed_table(report)
     assert f"{report['host_microseconds']['flashpatch']:.0f} µs" in README
+
+
+def test_what_the_first_screen_says_of_speed_is_what_was_measured():
+    """From 2048 tokens on: forward about as fast as the fastest peer, backward faster than every peer that has one."""
+    report = json.loads((ROOT / "tests" / "evidence" / "h200_speed.json").read_text())
+    speeds: dict[tuple, dict[str, float]] = {}
+    for timing in report["timings"]:
+        if timing["shape"]["seqlen"] >= 2048 and timing["tflops"]:
+            cell = timing["direction"], *timing["shape"].values()
+            speeds.setdefault(cell, {})[timing["variant"]] = timing["tflops"]
+    assert len(speeds) > 20
+    for (direction, *_), row in speeds.items():
+        best = max(speed for variant, speed in row.items() if variant != "flashpatch")
+        assert row["flashpatch"] > (0.9 if direction == "forward" else 1.0) * best
 
 
 def test_feature_table_is_what_was_measured():

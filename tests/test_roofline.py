@@ -1,7 +1,9 @@
 """Ceilings, counted work, what bounds attention, and the drawings; small, on a CPU."""
 
 import dataclasses
+import datetime
 import json
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -119,6 +121,21 @@ def test_a_variant_that_runs_out_of_memory_says_so_and_the_others_go_on(monkeypa
     assert "| 64 | eager | out of memory | | |" in text and "| 64 | sdpa_flash | 2 / 2 |" in text
 
 
+def test_flex_is_compiled_for_every_call_anew_and_computes_the_same(monkeypatch):
+    """Compiled ones run in tiles only while dynamo keeps them: it gives a function a few shapes, then runs it dense."""
+    compiled, original = [], torch.compile
+
+    def compile(function, **options):  # FlexAttention outside a compiler compiles itself, for another backend
+        return original(function, **options) if "backend" in options else compiled.append(options) or function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    for heads_kv, seqlen in ((2, 16), (2, 16), (4, 16), (2, 24)):
+        q, k, v = (torch.randn(1, seqlen, heads, 16) for heads in (4, heads_kv, heads_kv))
+        expected = roofline.call("eager", q, k, v, True)
+        torch.testing.assert_close(roofline.call("flex", q, k, v, True), expected)
+    assert compiled == [{"dynamic": False}] * 3 and "flex" in roofline.GPU_VARIANTS
+
+
 def test_ceilings_of_this_machine():
     ceilings = roofline.measure_ceilings(CPU, torch.float32, small=True)
     assert 1e-4 < ceilings.tflops < 100 and 0.1 < ceilings.copy_gbs < 5000 and 0.1 < ceilings.read_gbs < 5000
@@ -196,7 +213,7 @@ EVIDENCE = Path(__file__).parent / "evidence"
 
 
 def drawn() -> dict[str, str]:
-    """The files that show the recording: run this file as a script to renew them."""
+    """The files that show the recording: run this file as a script to renew them, with the JSON of a new one if there is."""
     document = json.loads((EVIDENCE / "h200_roofline.json").read_text(encoding="utf-8"))
     points, experiments = (
         [kind(**{**item, "shape": Shape(**item["shape"])}) for item in document[name]]
@@ -219,5 +236,9 @@ def test_the_recording_is_shown_as_it_is():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        document = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        document = {"date": f"{datetime.date.today()}", **{k: v for k, v in document.items() if k != "exit_code"}}
+        (EVIDENCE / "h200_roofline.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for name, text in drawn().items():
         (EVIDENCE / name).write_text(text, encoding="utf-8")

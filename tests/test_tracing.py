@@ -354,10 +354,11 @@ def test_a_window_that_nobody_applies():
     assert codes(traced(Windowed(), *qkv(seqlen=4), True)) == set()
 
 
-@pytest.mark.parametrize("name", ["bloom", "gptj"])
-def test_hard_coded_attention(name):
+@pytest.mark.parametrize(("name", "read"), [("bloom", True), ("gptj", True), ("openai_gpt", False)])
+def test_hard_coded_attention(name, read):
     report = traced(BY_NAME[name].model("sdpa"), ids())
     assert codes(report) == {"hard_coded"} and "computes attention itself" in text_of(report, "hard_coded")
+    assert ("flashpatch.apply(model) reads it" in text_of(report, "hard_coded")) == read
     assert len(report.rows) == 2 and all(row.family == "eager" and row.mask == "causal" for row in report.rows)
 
 
@@ -672,13 +673,23 @@ def test_budgets():
     assert line.rule == "--forbid math,eager" and "non-zero dropout" in line.text
     assert findings.violations(report, forbid="eager") == []
     assert findings.violations(report, expect="flash")[0].rule == "--expect flash"
-    assert findings.violations(traced(sdpa, *qkv()), expect="flash", forbid="dense") == []
+    healthy = traced(sdpa, *(tensor.bfloat16() for tensor in qkv()))
+    assert findings.violations(healthy, expect="flash", forbid="dense") == []
     assert "no attention was seen" in findings.violations(traced(lambda: None), expect="flash")[0].text
     declined = traced(RUNS["flashpatch_fallback"], *qkv())
     assert "no_gpu" in findings.violations(declined, max_declines=0)[0].text
     assert findings.violations(declined, max_declines=1) == []
     with pytest.raises(ValueError, match="known: flash, fused, dense"):
         findings.violations(report, forbid="nonsense")
+
+
+def test_flash_on_a_cpu_asks_for_a_call_that_a_gpu_could_run_so():
+    report = traced(sdpa, *qkv())
+    assert report.rows[0].family == "sdpa_flash_cpu" and "not float32" in report.rows[0].forecast
+    (line,) = findings.violations(report, expect="flash")
+    assert "torch's CPU kernel" in line.text and "would not take this call: it takes float16" in line.text
+    for words in ("flash_cpu", "flash,flash_cpu", "fused"):  # the kernel itself is asked for
+        assert findings.violations(report, expect=words) == []
 
 
 # ---- profiler traces ----

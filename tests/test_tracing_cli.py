@@ -52,12 +52,33 @@ def test_the_readmes_first_example_is_the_tutorials_and_runs():
     assert row.family != "sdpa_flash" and "not float32" in row.forecast and "not float32" in str(names["t"])
 
 
+def test_the_readmes_first_screen_prints_what_it_shows():
+    shown = re.search(r"```text\n(.*?)\n```", README, re.DOTALL).group(1)
+    with flashpatch.trace() as t:
+        F.scaled_dot_product_attention(*(torch.randn(2, 8, 1024, 64) for _ in "qkv"))
+    assert str(t) == shown
+
+
 def test_a_healthy_model_keeps_every_budget(folders):
     result = audit(
         folders / "llama", *SHORT, "--dtype", "bf16", "--expect", "flash", "--forbid", "math,eager", "--strict"
     )
     assert result.exit_code == 0, result.output
     assert result.stdout.count("SDPA, CPU flash") == 2 and "BUDGET" not in result.stdout
+    assert "Not seen: what a GPU would run: these calls ran on a CPU" in result.stdout
+
+
+def test_a_budget_on_a_cpu_says_what_it_does_not_say(folders, tmp_path):
+    target = tmp_path / "report.html"
+    result = audit(folders / "llama", *SHORT, "--dtype", "fp32", "--expect", "flash", "--html", target)
+    assert (
+        result.exit_code == 3
+        and "BUDGET --expect flash: model.layers.0.self_attn and 1 more ran torch's CPU" in result.stdout
+    )
+    assert "what a GPU would run" in target.read_text(encoding="utf-8")
+    result = audit(folders / "llama", *SHORT, "--dtype", "fp32", "--expect", "flash_cpu")
+    assert result.exit_code == 0 and "Not seen: what a GPU would run" in result.stdout
+    assert "what a GPU would run" not in audit(folders / "llama", *SHORT).stdout
 
 
 @pytest.mark.parametrize("budget", [("--forbid", "math,eager"), ("--expect", "flash"), ("--strict",)], ids=" ".join)
@@ -142,6 +163,16 @@ def test_profile_of_a_file(tmp_path):
     result = audit("--profile", path, "--forbid", "math")
     assert result.exit_code == 3 and "BUDGET --forbid math" in result.stdout
     assert audit("--profile", path, "--expect", "dense").exit_code == 0
+
+
+def test_a_cpus_profile_does_not_show_what_a_gpu_runs(tmp_path):
+    path = tmp_path / "trace.json"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        F.scaled_dot_product_attention(*(torch.randn(1, 2, 32, 16) for _ in range(3)))
+    profiler.export_chrome_trace(str(path))
+    result = audit("--profile", path, "--expect", "flash")
+    assert result.exit_code == 3 and "what a GPU would run it does not show" in result.stdout
+    assert audit("--profile", path, "--expect", "flash_cpu").exit_code == 0
 
 
 BAD = {

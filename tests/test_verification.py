@@ -234,6 +234,27 @@ def test_compiled_only_is_not_passed(monkeypatch):
     assert "not run" in report.statement
 
 
+def test_a_backward_from_rounded_out_is_allowed_what_that_costs():
+    """One key and a sink have a row's weight: dP - dout . out cancels, and eager has next to no error that could be the yardstick."""
+    case = case_of("sinks", num_heads_kv=4, seqlen_q=3, seqlen_k=1)
+    inputs = verification.make_inputs(case, torch.device("cpu"), seed=0)
+    expected = verification._expected(case, inputs, upcast=True, backward=True)
+    q, k, v, dout = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    scale = q.shape[-1] ** -0.5
+    weight = (torch.einsum("bihd,bjhd->bhij", q, k) * scale - expected["logsumexp"][..., None]).exp()
+    dlogsumexp = inputs.dlogsumexp.double()[..., None]
+
+    def dq(out):
+        delta = (dout * out).sum(-1).transpose(1, 2)[..., None]
+        ds = weight * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta + dlogsumexp)
+        return torch.einsum("bhij,bjhd->bihd", ds, k) * scale
+
+    torch.testing.assert_close(dq(expected["out"]), expected["dq"])
+    error = (dq(expected["out"].bfloat16().double()) - expected["dq"]).abs().max()
+    cost = expected["dq of rounded out"].abs().max()
+    assert 0.3 * cost < error <= cost
+
+
 def test_results_without_elements_are_bit_equal_in_any_strides():
     nothing = torch.empty_like(torch.empty(1, dtype=torch.float16).expand(2, 0, 4))
     assert verification._bit_equal(nothing, nothing) and not verification._bit_equal(nothing, torch.empty(2, 0, 5))
