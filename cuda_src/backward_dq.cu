@@ -37,5 +37,5 @@ KERNEL(kThreads, 1) attention_backward_dq(GRID_CONSTANT Params p) {
     store_pair(dq_smem, row + 8, column, packed[0][0] + kPacked / 2);
   }
   sync_block();  // the whole tile is in shared memory
-  store_tile(dq_smem, dq_of(p, sequence, position.head).from(first), sequence.q_length - first, p.head_dim);
+  store_tile<kThreads>(dq_smem, dq_of(p, sequence, position.head).from(first), sequence.q_length - first, p.head_dim, thread_index());
 }

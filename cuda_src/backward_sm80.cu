@@ -67,6 +67,8 @@ constexpr int kDeltaOffset = kLogsumexpOffset + kBlockM * 4, kRangesOffset = kDe
 constexpr int kSharedMemory = kRangesOffset + (kHasKeyRanges ? kBlockM * 8 : 0);
 static_assert(kBlockM <= kThreads, "one thread a row of statistics");
 
+constexpr bool kMasks = kHasBounds || kHasMask;
+
 struct QueryBlock {
   int head, m_block;  // head within the group
 };
@@ -244,7 +246,9 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
   float dk_frag[kKeyFrags][kDkFrags][4], dv_frag[kKeyFrags][kDvFrags][4];  // [keys of the warp, head_dim / kSplit]
   clear(dk_frag);
   clear(dv_frag);
+  // NaN and Inf in K show in all of a key's scores: they are looked for where some of a warp's scores are hidden for the first time.
   u32 non_finite = 0;  // this thread's keys taken out of K
+  bool looked = !kMasks, found = false;
 
   QueryBlock block = find_block({0, m_blocks.begin}), before = block;
   if (block.head < group) {
@@ -280,15 +284,12 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
       if (!first_round) pass_turn(before);
     }
     if constexpr (kPaired) q_exponent = next_q_exponent, dout_exponent = next_dout_exponent, ds_exponent = next_ds_exponent;
-    if constexpr (!kPaired && (kHasBounds || kHasMask)) {
-      if (first_round) non_finite = take_out_non_finite<2 * kKeyFrags>(k_smem, [&](int c) { return key_lane + c * 8; });
-    }
     first_round = false;
-    bool masked = next_masked, sees = true;
+    const bool block_masked = next_masked;
+    bool masked = block_masked;
     if constexpr (kHasWindow && !kHasKeyRanges && !kHasMask) {
       const BlockKeys keys = keys_of_rows(sequence, block.m_block * kBlockM, kBlockM);
-      const Span warp_keys = {first_key + key_warp, first_key + key_warp + 16 * kKeyFrags};
-      masked = keys.need_mask(warp_keys), sees = keys.see(warp_keys);
+      masked = keys.need_mask({first_key + key_warp, first_key + key_warp + 16 * kKeyFrags});
     }
     if constexpr (kHasMask) {
       mask_bits = next_mask_bits;
@@ -327,8 +328,11 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
           multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
                                               right_first(dout_smem(stage), column_warp, 0));
         }
-        if constexpr (mask.kOn && (kHasBounds || kHasMask)) {
-          if (non_finite != 0) blot_out<true>(s_frag, non_finite);  // P and dS become NaN with S
+        if constexpr (!kPaired && mask.kOn && kMasks) {
+          if (!looked || non_finite != 0) {
+            found |= any_non_finite(s_frag);
+            blot_out<true>(s_frag, non_finite);  // P and dS become NaN with S
+          }
         }
 
         float* dbias = nullptr;
@@ -420,21 +424,8 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
         }
       }
     };
-    if (!sees) {
-      if constexpr (kPaired) {
-        const PairFrags<kKeyFrags> none[kQueryFrags / 2] = {};
-        store_pairs(ds_pair, key_warp, query_warp / 16, none);
-        if constexpr (kSplit > 1) store_pairs(p_pair, key_warp, query_warp / 16, none);
-      } else {
-        const u32 none[kKeyFrags][kQueryFrags][kPacked] = {};
-        store_packed(ds_smem, key_warp, query_warp / 16, none);
-        if constexpr (kSplit > 1) store_packed(p_smem, key_warp, query_warp / 16, none);
-      }
-    } else if (masked) {
-      visit(Switch<true>{});
-    } else {
-      visit(Switch<false>{});
-    }
+    if (masked) visit(Switch<true>{}), looked = true;
+    else visit(Switch<false>{});
 
     if constexpr (kSplit > 1) {
       sync_block();  // P^T and dS^T are complete
@@ -457,7 +448,10 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
       }
     }
     if constexpr (kDeterministic) await_turn(block);
-    sync_block();  // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
+    // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
+    if (kPaired || !kMasks || !block_masked) sync_block();
+    else if (sync_block_or(found)) non_finite |= take_out_non_finite<2 * kKeyFrags>(k_smem, [&](int c) { return key_lane + c * 8; });
+    found = false;
 
     if constexpr (kHasBias && kSplit == 1) {
       if (next.head < group) load_next_bias(next);
@@ -509,8 +503,8 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
   store_accumulators<kSplit>(v_smem, key_warp, warp_d, dv_frag);
   sync_block();  // dK and dV are in shared memory
   const int rows = sequence.k_rows - first_key;
-  store_tile(k_smem, dk_of(p, sequence, position.head).from(first_key), rows, p.head_dim);
-  store_tile(v_smem, dv_of(p, sequence, position.head).from(first_key), rows, p.head_dim_v);
+  store_tile<kThreads>(k_smem, dk_of(p, sequence, position.head).from(first_key), rows, p.head_dim, thread_index());
+  store_tile<kThreads>(v_smem, dv_of(p, sequence, position.head).from(first_key), rows, p.head_dim_v, thread_index());
 }
 
 KERNEL(kThreads, 1) attention_backward_sm80(GRID_CONSTANT Params p) { backward<kHalfPairs>(p); }

@@ -6,7 +6,7 @@
 // - Keys from k_length on, and in the forward keys outside the hull of what a block's rows see, are never read.
 // - Other masked keys lie in the same tile as visible ones, and 0 * NaN is NaN: in tiles that need a mask the forward takes
 //   chunks of V with NaN or Inf out of P V, the backward those of K out of dS K (take_out_non_finite). A row that does see
-//   such a key becomes NaN as a whole, also where K or V held Inf. So no masked key shows in any row, whatever it holds.
+//   such a key becomes NaN, also where V held Inf. So no masked key shows in any row, whatever it holds.
 // Without window, key_ranges and mask there is nothing to take out, and NaN and Inf go through the products as they are.
 #pragma once
 #include "seqlen.cuh"
@@ -47,7 +47,6 @@ DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
 struct BlockKeys {
   Span any, all;
   DEVICE bool need_mask(Span keys) const { return keys.begin < all.begin || keys.end > all.end; }
-  DEVICE bool see(Span keys) const { return keys.begin < any.end && keys.end > any.begin; }
 };
 
 // The same for rows [first, first + count), key_ranges aside: both ends grow with the row, the outer rows decide.
@@ -123,9 +122,6 @@ DEVICE Span queries_of(const Sequence& s, int j) {
   return rows;
 }
 
-// The bits of a boolean mask beside C fragments, where there is none.
-template <int kM> struct MaskBits {};
-
 // Scores of keys that were taken out of a product -> NaN. Keys are bits, across a fragment's columns or down its rows.
 template <bool kKeysDown = false, int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
 #pragma unroll
@@ -137,27 +133,39 @@ template <bool kKeysDown = false, int kM, int kN> DEVICE void blot_out(float (&s
         if (keys >> (kKeysDown ? 2 * m + (e >> 1) : 2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
 }
 
-// Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see by window, lengths and key_ranges -> -inf.
-// `non_finite` marks keys whose V was taken out of the product: they turn the rows that see them into NaN.
+// Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see by window, lengths and key_ranges -> -inf; (i, j) is this
+// thread's first element. `non_finite` marks keys whose V was taken out of the product: they turn the rows that see them into NaN.
 template <int kM, int kN>
-DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, MaskBits<kM>, u32 non_finite, int i, int j) {
+DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequence& s, u32 non_finite, int i, int j) {
   if constexpr (kHasBounds || kHasMask) {
     if (non_finite != 0) blot_out(s_frag, non_finite);  // rare: not among the comparisons
+  }
+  const auto hide = [](float& score, bool visible) { score = visible ? score : negative_infinity(); };
+  if constexpr (kHasWindow && !kHasKeyRanges) {
+    // The window moves with the row, so one comparison decides for all elements as far from the diagonal. Rows from q_length
+    // on are not stored, whatever they see.
+    const int diagonal = i + s.diagonal - j;
+    const int begin = s.window_left < 0 ? -kNever : diagonal - s.window_left, end = s.window_right < 0 ? kNever : diagonal + s.window_right + 1;
+#pragma unroll
+    for (int distance = 1 - 2 * kM; distance < kN; ++distance)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool visible = Span{begin, end}.holds(distance * 8 + e);
+#pragma unroll
+        for (int row = 0; row < 2 * kM; ++row)
+          if (distance + row >= 0 && distance + row < kN) hide(s_frag[row >> 1][distance + row][(row & 1) * 2 + e], visible);
+      }
+    if (s.k_length - (j & ~7) >= 8 * kN) return;
   }
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = smaller(i + m * 16 + half * 8, s.q_length - 1);
-      const Span keys = keys_of(p, s, row), columns = {keys.begin - j, keys.end - j};
+      const Span keys = kHasKeyRanges ? keys_of(p, s, smaller(i + m * 16 + half * 8, s.q_length - 1)) : Span{0, s.k_length};
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const bool visible = columns.holds(n * 8 + e);
-          float& score = s_frag[m][n][half * 2 + e];
-          score = visible ? score : negative_infinity();
-        }
+        for (int e = 0; e < 2; ++e) hide(s_frag[m][n][half * 2 + e], Span{keys.begin - j, keys.end - j}.holds(n * 8 + e));
     }
 }
 

@@ -19,6 +19,16 @@ DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int lane_index() { return threadIdx.x & 31; }
 DEVICE int warp_index() { return threadIdx.x >> 5; }
 DEVICE u32 block_index() { return blockIdx.x; }
+// The same value, of which the compiler no longer knows where it comes from: what it is made of need not be kept in registers, and
+// what follows from it is worked out anew.
+DEVICE u32 forget(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+template <class T> DEVICE T* forget(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
 
 // ---- shared memory: 32-bit addresses, never pointers ----
 DEVICE u32 shared_base() {

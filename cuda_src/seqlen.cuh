@@ -57,6 +57,7 @@ template <class T> struct Rows {
   i64 stride;
   DEVICE Rows from(int row) const { return {first + row * stride, stride}; }
   DEVICE Rows columns_from(int column) const { return {first + column, stride}; }
+  DEVICE Rows forgotten() const { return {forget(first), stride}; }
 };
 
 template <class T>

@@ -59,6 +59,7 @@ template <class T> DEVICE void load_tile(T tile, Rows<const Element> source, int
   const u32 first = tile.address(row, lane);
   const Element* from = source.from(row).first + lane * kChunkElements;
   const u32 rows = row_end > row_begin ? row_end - row_begin : 0;
+  const u32 from_begin = forget((u32)(row - row_begin));  // one register, not one a round
 #pragma unroll
   for (int round = 0; round < (T::kRows + kStep - 1) / kStep; ++round) {
     if (T::kRows % kStep != 0 && row >= T::kRows) break;
@@ -66,7 +67,7 @@ template <class T> DEVICE void load_tile(T tile, Rows<const Element> source, int
     for (int chunk = 0; chunk < T::kChunks; chunk += kLanes) {
       // The swizzle repeats every 8 rows
       const u32 to = kStep % 8 == 0 && T::kChunks == kLanes ? first + round * kStep * T::kPitch : tile.address(row, chunk + lane);
-      cp_async_16(to, from + chunk * kChunkElements, (u32)(row - row_begin) < rows && (chunk + lane) * kChunkElements < head_dim);
+      cp_async_16(to, from + chunk * kChunkElements, from_begin + round * kStep < rows && (chunk + lane) * kChunkElements < head_dim);
     }
     row += kStep;
     from += kStep * source.stride;
@@ -75,13 +76,24 @@ template <class T> DEVICE void load_tile(T tile, Rows<const Element> source, int
 
 // ---- tile -> global memory ----
 
-// Rows [0, row_end), columns [0, head_dim), 16 bytes a store. All threads of the block.
-template <class T> DEVICE void store_tile(T tile, Rows<Element> destination, int row_end, int head_dim) {
-#pragma unroll 4
-  for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads) {
-    const int row = copy / T::kChunks, chunk = copy % T::kChunks;
-    if (row < row_end && chunk * kChunkElements < head_dim)
-      st_global((U32x4*)(destination.from(row).first + chunk * kChunkElements), ld_shared<U32x4>(tile.address(row, chunk)));
+// Rows [0, row_end), columns [0, head_dim), 16 bytes a store, by kCount threads, of which this is number `index`.
+template <int kCount, class T> DEVICE void store_tile(T tile, Rows<Element> destination, int row_end, int head_dim, int index) {
+  constexpr int kAcross = T::kChunks & -T::kChunks;             // as in load_tile
+  constexpr int kLanes = kAcross < kCount ? kAcross : kCount;
+  constexpr int kStep = kCount / kLanes;
+  const int lane = index % kLanes;
+  int row = index / kLanes;
+  Element* to = destination.from(row).first + lane * kChunkElements;
+#pragma unroll
+  for (int round = 0; round < (T::kRows + kStep - 1) / kStep; ++round) {
+    if (T::kRows % kStep != 0 && row >= T::kRows) break;
+#pragma unroll
+    for (int chunk = 0; chunk < T::kChunks; chunk += kLanes) {
+      const U32x4 elements = ld_shared<U32x4>(tile.address(row, chunk + lane));
+      if (row < row_end && (chunk + lane) * kChunkElements < head_dim) st_global((U32x4*)(to + chunk * kChunkElements), elements);
+    }
+    row += kStep;
+    to += kStep * destination.stride;
   }
 }
 

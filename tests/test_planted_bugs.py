@@ -107,6 +107,7 @@ CAUSAL = forward(window=(-1, 0))
 WINDOW = forward(window=(9, 5), dtype=torch.float16)
 ONE_STAGE = forward(num_stages=1, window=(-1, 0))
 ALMOST_FULL = forward(seqlen_k=95)
+PAST_THE_END = forward(seqlen_k=95, window=(-1, 50))
 GROWING = forward(growing=True, dtype=torch.float16, seqlen_k=160)
 WIDE_V = forward(head_dim=32, head_dim_v=64)
 HUGE = forward(huge_rows=True, batch=1, heads=1, heads_kv=1, seqlen_q=70)
@@ -125,7 +126,6 @@ VARLEN = forward(features=("varlen",), window=(-1, 0))
 BACKWARD = backward()
 BACKWARD_CAUSAL = backward(window=(-1, 0), num_stages=1)
 BACKWARD_WINDOW = backward(window=(9, 5), dtype=torch.float16)
-BACKWARD_PASSED_OVER = backward(window=(9, 5), tile=(32, 64))
 BACKWARD_SPLIT = backward(num_warps=4, head_dim=64, head_dim_v=64)
 BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
@@ -154,7 +154,6 @@ FP32_BACKWARD = backward(dtype=torch.float32, features=("uneven",))
 FP32_WIDE = backward(
     dtype=torch.float32, head_dim=96, head_dim_v=96, tile=(64, 32), batch=1, heads=1, heads_kv=1, features=("uneven",)
 )
-FP32_PASSED_OVER = backward(dtype=torch.float32, window=(9, 5), tile=(32, 64))
 FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64)
 FP32_BACKWARD_PARTS = backward(dtype=torch.float32, features=("far_apart",))
 FP32_SPLIT_PARTS = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64, features=("far_apart",))
@@ -460,12 +459,13 @@ class Bug:
 
 BUGS = [
     # forward
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // K", "sync_block();  // K", "PLAIN"),
-    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n        sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // K", "sync_block();  // K", "PLAIN"),
+    Bug("forward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n      sync_block();  // V", "sync_block();  // V", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // K (", "// K (", "PLAIN"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // V has", "// V has", "ONE_STAGE"),
     Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // out overwrites", "// out overwrites", "WIDE_V"),
-    Bug("forward_sm80.cu", "dropped barrier", "sync_block();  // all of out", "// all of out", "PLAIN"),
+    Bug("forward_sm80.cu", "dropped barrier", "sync_warp();  // all lanes have read the warp's rows of Q", ";", "FP32_PARTS"),
+    Bug("forward_sm80.cu", "dropped barrier", "sync_warp();  // the warp's rows of out", "// the warp's rows of out", "PLAIN"),
     Bug("forward_sm80.cu", "swapped stage", "load_k(n_next, stage ^ 1)", "load_k(n_next, stage)", "PLAIN"),
     Bug("forward_sm80.cu", "swapped stage", "right_rows(v_smem(stage), 0)", "right_rows(v_smem(stage ^ 1), 0)", "PLAIN"),
     Bug("forward_sm80.cu", "head mapping", "head / (p.num_heads_q / p.num_heads_kv)", "head % p.num_heads_kv", "PLAIN"),
@@ -489,8 +489,10 @@ BUGS = [
     Bug("mask.cuh", "off by one, right", "i + s.diagonal + s.window_right + 1", "i + s.diagonal + s.window_right", "CAUSAL"),
     Bug("mask.cuh", "off by one, end", "Span keys = {0, s.k_length};", "Span keys = {0, s.k_length + 1};", "ALMOST_FULL"),
     Bug("mask.cuh", "off by one, unmasked", "keys.end > all.end;", "keys.end > all.end + 1;", "ALMOST_FULL"),
-    Bug("mask.cuh", "passed over", "keys.end > any.begin;", "keys.end > any.begin + 16;", "BACKWARD_PASSED_OVER"),
-    Bug("mask.cuh", "passed over", "keys.begin < any.end &&", "keys.begin + 16 < any.end &&", "BACKWARD_CAUSAL"),
+    Bug("mask.cuh", "off by one, left", "diagonal - s.window_left,", "diagonal - s.window_left + 1,", "WINDOW"),
+    Bug("mask.cuh", "off by one, right", "diagonal + s.window_right + 1;", "diagonal + s.window_right;", "CAUSAL"),
+    Bug("mask.cuh", "off by one, end", ": Span{0, s.k_length};", ": Span{0, s.k_length + 1};", "ALMOST_FULL"),
+    Bug("mask.cuh", "off by one, end", "s.k_length - (j & ~7) >= 8 * kN", "s.k_length - (j & ~7) >= 8 * kN - 1", "PAST_THE_END"),
     Bug("mask.cuh", "wrong key", "kKeysDown ? 2 * m + (e >> 1)", "kKeysDown ? 2 * m + (e & 1)", "BACKWARD_MASK"),
     Bug("mask.cuh", "off by one, range", "ld_global(range + 1)", "ld_global(range + 1) - 1", "RANGES"),
     Bug("mask.cuh", "off by one, queries", "j - s.diagonal - s.window_right)", "j - s.diagonal - s.window_right + 1)", "BACKWARD_CAUSAL"),
@@ -505,7 +507,7 @@ BUGS = [
     Bug("mask_tiles.cuh", "swapped bits", "0x10204080u", "0x08040201u", "MASK_LONG"),
     Bug("mask_tiles.cuh", "wrong thread", "+ w) * kThreads + thread_index(), bits", "+ w) * kThreads + (thread_index() ^ 1), bits", "MASK"),
     Bug("forward_sm80.cu", "stale mask", "hidden = next_hidden, mask_bits = next_mask_bits;", "hidden = true, mask_bits = next_mask_bits;", "MASK_LONG"),
-    Bug("forward_sm80.cu", "no second look", "begin(), attend(Switch<true>{});", "attend(Switch<true>{});", "MASK"),
+    Bug("forward_sm80.cu", "no second look", "compute_block<kCarefully>(p, forget(", "compute_block<kPlainly>(p, forget(", "MASK"),
     Bug("backward_sm80.cu", "bounds forgotten", "if (next_bounded) hide_unseen(mask_bits, block);", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "wrong head", "(mask_head = b.head)", "(mask_head = b.head) * 0", "BACKWARD_MASK_OF_HEADS"),
     Bug("backward_sm80.cu", "stale mask", "else next_mask_bits.fill(~0u);", "", "BACKWARD_MASK_LONG"),
@@ -551,18 +553,17 @@ BUGS = [
     Bug("tile.cuh", "alignment", "address(row, fragment) + t * 4", "address(row, fragment) + t * 2", "PLAIN"),
     Bug("product.cuh", "transposition", "ldmatrix_x4_trans(b_frag", "ldmatrix_x4(b_frag", "PLAIN"),
     Bug("tile.cuh", "matrix order", "chunk + (lane_index() >> 4))", "chunk + ((lane_index() >> 3) & 1))", "PLAIN"),
-    Bug("tile.cuh", "past the end", "(u32)(row - row_begin) < rows && ", "", "PLAIN"),
-    Bug("tile.cuh", "unwritten tail", "if (row < row_end && chunk", "if (row < row_end - 1 && chunk", "PLAIN"),
-    Bug("tile.cuh", "written past the end", "if (row < row_end && chunk", "if (chunk", "PLAIN"),
+    Bug("tile.cuh", "past the end", "from_begin + round * kStep < rows && ", "", "PLAIN"),
+    Bug("tile.cuh", "unwritten tail", "if (row < row_end && (chunk", "if (row < row_end - 1 && (chunk", "PLAIN"),
+    Bug("tile.cuh", "written past the end", "if (row < row_end && (chunk", "if ((chunk", "PLAIN"),
     Bug("tile.cuh", "overwritten sum", "red_add_global(fragment + fragment_index(0), F32x4{", "st_global((F32x4*)(fragment + fragment_index(0)), F32x4{", "BACKWARD"),
     # backward
     Bug("backward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // Q", "sync_block();  // Q", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // Q, dO and", "// Q, dO and", "BACKWARD"),
-    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dS^T is complete", "// dS^T is complete", "BACKWARD"),
+    Bug("backward_sm80.cu", "dropped barrier", "!block_masked) sync_block();", "!block_masked) {}", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // P^T and", "// P^T and", "BACKWARD_SPLIT"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
-    Bug("backward_sm80.cu", "no zeros", "store_packed(ds_smem, key_warp, query_warp / 16, none);", "", "BACKWARD_PASSED_OVER"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
     Bug("backward_sm80.cu", "wrong columns", "pair * kDqWarpsN + dq_n)", "dq_n)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
@@ -578,6 +579,7 @@ BUGS = [
     Bug("backward_sm80.cu", "missing derivative", "dp *= derivative;", "", "BACKWARD_SCORES"),
     Bug("backward_sm80.cu", "dropout of dp", "dp = kept * dp -", "dp = s * dp -", "BACKWARD_DROPOUT"),
     Bug("backward_sm80.cu", "masked NaN", "dp = visible ? dp : 0.f;", "", "BACKWARD_MASK"),
+    Bug("backward_sm80.cu", "NaN let through", "found |= any_non_finite(s_frag);", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "swapped stage", "load_queries(next, stage ^ 1)", "load_queries(next, stage)", "BACKWARD"),
     Bug("backward_delta.cu", "missing dlogsumexp", "if (p.dlogsumexp) sum -=", "if (false) sum -=", "BACKWARD"),
     Bug("backward_delta.cu", "not zeroed", "i < kBlockM * kHeadDim; i +=", "i < kBlockM * kHeadDim / 2; i +=", "BACKWARD"),
@@ -629,15 +631,14 @@ BUGS = [
     Bug("split_pairs.cuh", "q for dout", "of_dout ? dout_of(p, s, position.head) : q_of", "of_dout ? q_of(p, s, position.head) : q_of", "FP32_BACKWARD"),
     Bug("split_pairs.cuh", "wrong tile", "split_keys<PairTile<kBlockN, kHeadDimV>>(p, index, true)", "split_keys<PairTile<kBlockN, kHeadDimV>>(p, 0, true)", "FP32"),
     Bug("forward_sm80.cu", "stale exponents", "k_exponent = next_k_exponent, v_exponent = next_v_exponent;", "k_exponent = next_k_exponent;", "FP32"),
-    Bug("forward_sm80.cu", "stale exponents", "        if constexpr (kPaired) fetch_exponents(n_next);\n", "", "FP32"),
-    Bug("forward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return forward_in_parts(p);", "sync_block_or(out_of_range);", "FP32_PARTS"),
+    Bug("forward_sm80.cu", "stale exponents", "      if constexpr (kPaired) fetch_exponents(n_next);\n", "", "FP32"),
+    Bug("forward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) {", "if (sync_block_or(out_of_range), false) {", "FP32_PARTS"),
     Bug("forward_sm80.cu", "lift left in", "power_of_two(v_exponent - kLiftP)", "power_of_two(v_exponent)", "FP32"),
     Bug("backward_sm80.cu", "stale exponents", "      if constexpr (kPaired) fetch_exponents(next);\n", "", "FP32_BACKWARD"),
     Bug("backward_sm80.cu", "beyond fp16", "- 126, -2 * kLargestExponent) - kLiftDs", "- 126, -2 * kLargestExponent) - kLiftDs - 14", "FP32_BACKWARD"),
     Bug("backward_sm80.cu", "range not looked at", "if (sync_block_or(out_of_range)) return backward_in_parts(p);", "sync_block_or(out_of_range);", "FP32_BACKWARD_PARTS"),
     Bug("backward_sm80.cu", "lift left in", "power_of_two(dout_exponent - kLiftP));\n            add", "power_of_two(dout_exponent));\n            add", "FP32_BACKWARD"),
     Bug("backward_sm80.cu", "wrong rows", "pair_down_first(q_pair(stage), part * 8)", "pair_down_first(q_pair(stage), 0)", "FP32_WIDE"),
-    Bug("backward_sm80.cu", "no zeros", "store_pairs(ds_pair, key_warp, query_warp / 16, none);", "", "FP32_PASSED_OVER"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),

@@ -42,6 +42,8 @@ DEVICE int thread_index() { return static_cast<int>(emulation::identity->thread)
 DEVICE int lane_index() { return static_cast<int>(emulation::identity->lane); }
 DEVICE int warp_index() { return static_cast<int>(emulation::identity->warp); }
 DEVICE u32 block_index() { return emulation::block_index; }
+DEVICE u32 forget(u32 value) { return value; }
+template <class T> DEVICE T* forget(T* pointer) { return pointer; }
 
 // ---- shared memory ----
 DEVICE u32 shared_base() { return emulation::kSharedBase; }
