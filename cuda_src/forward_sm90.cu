@@ -7,7 +7,8 @@
 // together, and does the softmax of S_n while the products of the other warpgroups keep the tensor cores busy. Warpgroups
 // issue in turns. A wgmma holds up its own warps until it has nearly run (measured: four of 64 clocks take 275 to issue), so
 // a warpgroup's own product hides little of its softmax: three of 64 rows beat two with longer blocks of keys. P V in pieces
-// under the exponentials of one warpgroup, tried instead: 5 to 10% slower.
+// under the exponentials of one warpgroup, tried instead: 5 to 10% slower; the first block of keys first: causal head dim 256
+// 1% faster, 64 2% slower.
 //
 // A tile's ends, where warpgroups work at the same things, are short: Q of the next tile is there before it begins, the
 // row sums are finished under the last product, and O is stored under the first scores of the next tile.
@@ -15,96 +16,10 @@
 // Assumes what the tensor maps of params_sm90.cuh ask for, 16-byte aligned rows of out, softmax_scale > 0. Stores out
 // [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
 // Grid: at most one CTA per multiprocessor, at most one per tile.
+#include "forward_sm90.cuh"
 #include "packed_sm90.cuh"
 #include "recompute_sm90.cuh"
-#include "scores.cuh"
 #include "softmax_sm90.cuh"
-#include "tile_sm90.cuh"
-
-constexpr int kConsumers = kNumWarps / 4 - 1;
-static_assert(kConsumers >= 2 && kConsumers <= 4 && kNumWarps % 4 == 0, "a producer and two to four consumers");
-static_assert(kBlockM == 64 * kConsumers, "64 rows a consumer");
-static_assert(kBlockN % 16 == 0, "P V reduces 16 keys at a time");
-static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDropout, "forward_sm80 has these");
-
-// What the launch gives (65536 / kThreads, in eights) moved from the producer to the consumers.
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
-
-// Maxima move in a tile's first blocks. Past them P is computed before anybody has looked for a larger score, which takes
-// registers for S beside P (TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head dim 128
-// 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
-// exponentials in groups, sums and packing a group behind, were no faster.
-constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores;
-constexpr int kUnsettledBlocks = 3;  // after the first
-
-using QTile = SlabTile<64, kHeadDim>;  // of one consumer
-using KTile = SlabTile<kBlockN, kHeadDim>;
-using VTile = SlabTile<kBlockN, kHeadDimV>;
-using OutTile = SlabTile<64, kHeadDimV>;
-constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
-
-// A tile of work, decoded by the producer. head < 0: there is no more.
-struct alignas(64) Work {
-  Sequence sequence;
-  int first_row, head;
-  Span blocks;  // key blocks that some row sees
-};
-
-// Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
-// A Q stage holds one consumer's rows; there are as many as fit beside 512 bytes of rings and Work, for two tiles at most.
-constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes);
-constexpr int kQFitting = (227 * 1024 - 512 - kKeyBytes) / QTile::kBytes;
-constexpr int kQStages = kQFitting < 2 * kConsumers ? kQFitting : 2 * kConsumers;
-static_assert(kQStages >= kConsumers, "Q of a whole tile");
-// With Q of two tiles, O takes the place of its tile's Q on its way out; else it is stored from registers.
-constexpr bool kStagesOut = kQStages == 2 * kConsumers && kHeadDimV <= kHeadDim;
-constexpr int kKOffset = kQStages * QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
-constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
-constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
-constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
-constexpr int kSharedMemory = kWorkOffset + 2 * sizeof(Work);
-
-// Named barriers: one per consumer for its turn, one for all consumers.
-constexpr int kTurn = 1, kAllConsumers = kTurn + kConsumers;
-
-struct Shared {
-  u32 base;
-  DEVICE explicit Shared(u32 base) : base(base) {}
-  DEVICE QTile q(int stage) const { return {base + stage * QTile::kBytes}; }
-  DEVICE OutTile out(int q_stage) const { return {q(q_stage).base}; }
-  DEVICE KTile k(int stage) const { return {base + kKOffset + stage * KTile::kBytes}; }
-  DEVICE VTile v(int stage) const { return {base + kVOffset + stage * VTile::kBytes}; }
-  DEVICE u32 work(int stage) const { return base + kWorkOffset + stage * (u32)sizeof(Work); }
-};
-
-struct Rings {
-  Ring<kQStages> q;  // a tile takes kConsumers stages, in the order of the consumers
-  Ring<kNumStages> k, v;
-  Ring<2> work;
-  DEVICE explicit Rings(u32 base) : q(base + kQRing), k(base + kKRing), v(base + kVRing), work(base + kWorkRing) {}
-  DEVICE void init() const {
-    q.init(1, 4);
-    k.init(1, kConsumers * 4);
-    v.init(1, kConsumers * 4);
-    work.init(1, kConsumers * 128);
-    fence_mbarrier_init();
-  }
-};
-
-// Key blocks that rows [first, end) of a sequence visit, empty if there are none.
-DEVICE Span blocks_of(const BlockKeys& keys) {
-  if (keys.any.begin >= keys.any.end) return {0, 0};
-  return {keys.any.begin / kBlockN, ceil_div(keys.any.end, kBlockN)};
-}
-DEVICE BlockKeys keys_of_rows(const Params& p, const Sequence& s, int first, int end) {
-  end = smaller(end, s.q_length);
-  if (first >= end) return {{0, 0}, {0, 0}};
-  const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
-  return {{top.begin, bottom.end}, {bottom.begin, top.end}};
-}
-
-DEVICE Span uniform(Span span) { return {uniform(span.begin), uniform(span.end)}; }
 
 // ---- producer: one thread ----
 
@@ -189,6 +104,13 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
 }
 
 // ---- consumers ----
+
+// Maxima move in a tile's first blocks. Past them P is computed before anybody has looked for a larger score, which takes
+// registers for S beside P (TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head dim 128
+// 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
+// exponentials in groups, sums and packing a group behind, were no faster.
+constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores;
+constexpr int kUnsettledBlocks = 3;  // after the first
 
 // This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
 DEVICE int row_of_thread() { return (warp_index() & 3) * 16 + (lane_index() >> 2); }

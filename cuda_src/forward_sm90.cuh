@@ -1,0 +1,83 @@
+// The parts of the Hopper forward: who does what with how many registers, what lies where in shared memory, and which key
+// blocks rows visit.
+#pragma once
+#include "scores.cuh"
+#include "tile_sm90.cuh"
+
+constexpr int kConsumers = kNumWarps / 4 - 1;
+static_assert(kConsumers >= 2 && kConsumers <= 4 && kNumWarps % 4 == 0, "a producer and two to four consumers");
+static_assert(kBlockM == 64 * kConsumers, "64 rows a consumer");
+static_assert(kBlockN % 16 == 0, "P V reduces 16 keys at a time");
+static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDropout, "forward_sm80 has these");
+
+// What the launch gives (65536 / kThreads, in eights) moved from the producer to the consumers.
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
+
+using QTile = SlabTile<64, kHeadDim>;  // of one consumer
+using KTile = SlabTile<kBlockN, kHeadDim>;
+using VTile = SlabTile<kBlockN, kHeadDimV>;
+using OutTile = SlabTile<64, kHeadDimV>;
+constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
+
+// A tile of work, decoded by the producer. head < 0: there is no more.
+struct alignas(64) Work {
+  Sequence sequence;
+  int first_row, head;
+  Span blocks;  // key blocks that some row sees
+};
+
+// Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
+// A Q stage holds one consumer's rows; there are as many as fit beside 512 bytes of rings and Work, for two tiles at most.
+constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes);
+constexpr int kQFitting = (227 * 1024 - 512 - kKeyBytes) / QTile::kBytes;
+constexpr int kQStages = kQFitting < 2 * kConsumers ? kQFitting : 2 * kConsumers;
+static_assert(kQStages >= kConsumers, "Q of a whole tile");
+// With Q of two tiles, O takes the place of its tile's Q on its way out; else it is stored from registers.
+constexpr bool kStagesOut = kQStages == 2 * kConsumers && kHeadDimV <= kHeadDim;
+constexpr int kKOffset = kQStages * QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
+constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
+constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
+constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
+constexpr int kSharedMemory = kWorkOffset + 2 * sizeof(Work);
+
+// Named barriers: one per consumer for its turn, one for all consumers.
+constexpr int kTurn = 1, kAllConsumers = kTurn + kConsumers;
+
+struct Shared {
+  u32 base;
+  DEVICE explicit Shared(u32 base) : base(base) {}
+  DEVICE QTile q(int stage) const { return {base + stage * QTile::kBytes}; }
+  DEVICE OutTile out(int q_stage) const { return {q(q_stage).base}; }
+  DEVICE KTile k(int stage) const { return {base + kKOffset + stage * KTile::kBytes}; }
+  DEVICE VTile v(int stage) const { return {base + kVOffset + stage * VTile::kBytes}; }
+  DEVICE u32 work(int stage) const { return base + kWorkOffset + stage * (u32)sizeof(Work); }
+};
+
+struct Rings {
+  Ring<kQStages> q;  // a tile takes kConsumers stages, in the order of the consumers
+  Ring<kNumStages> k, v;
+  Ring<2> work;
+  DEVICE explicit Rings(u32 base) : q(base + kQRing), k(base + kKRing), v(base + kVRing), work(base + kWorkRing) {}
+  DEVICE void init() const {
+    q.init(1, 4);
+    k.init(1, kConsumers * 4);
+    v.init(1, kConsumers * 4);
+    work.init(1, kConsumers * 128);
+    fence_mbarrier_init();
+  }
+};
+
+// Key blocks that rows [first, end) of a sequence visit, empty if there are none.
+DEVICE Span blocks_of(const BlockKeys& keys) {
+  if (keys.any.begin >= keys.any.end) return {0, 0};
+  return {keys.any.begin / kBlockN, ceil_div(keys.any.end, kBlockN)};
+}
+DEVICE BlockKeys keys_of_rows(const Params& p, const Sequence& s, int first, int end) {
+  end = smaller(end, s.q_length);
+  if (first >= end) return {{0, 0}, {0, 0}};
+  const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
+  return {{top.begin, bottom.end}, {bottom.begin, top.end}};
+}
+
+DEVICE Span uniform(Span span) { return {uniform(span.begin), uniform(span.end)}; }
