@@ -8,6 +8,7 @@ call then costs its allocations, the packing of its pointers and the launch.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import math
 import struct
@@ -97,6 +98,12 @@ def configs(config: Config) -> tuple[Config, ...]:
         before, after = (replace(helper, block_n=config.block_n) for helper in around)
         return (before, config, after)
     return (config,)
+
+
+def digest(config: Config) -> str:
+    """What evidence of this Config stands for: all that is compiled to run it, the small kernels around it included."""
+    parts = [compiler.digest(part) for part in configs(config)]
+    return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def _helper(config: Config, kernel: str, num_warps: int) -> Config:

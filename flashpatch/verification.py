@@ -107,7 +107,7 @@ def run_case(case: Case, device: Device, seed: int) -> CaseResult:
         seed,
         device.backend,
         sorted(cell for plan in plans for cell in plan.cells),
-        {config.kernel: compiler.digest(config) for config in configs},
+        {plan.config.kernel: launcher.digest(plan.config) for plan in plans},
         dict(launches),
         checks,
         time.perf_counter() - started,

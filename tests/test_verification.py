@@ -314,6 +314,12 @@ def test_recorded_evidence_holds_until_the_source_changes(recorded, monkeypatch,
     assert {cell.status for cell in claims.cells.values() if cell.generation == "hopper"} == {"verified"}
     assert evidence.stale_cells(claims, tmp_path) == {}
     assert all("no entry" in why for why in evidence.stale_cells(verified(matrix, "softcap"), tmp_path).values())
+    real = compiler.digest
+    monkeypatch.setattr(
+        compiler, "digest", lambda config: "other" if config.kernel == "backward_finish_sm90" else real(config)
+    )
+    assert all("has changed" in why for why in evidence.stale_cells(claims, tmp_path).values())
+    assert {cell.split("/")[0] for cell in evidence.stale_cells(claims, tmp_path)} == {"backward_sm90"}
     monkeypatch.setattr(compiler, "digest", lambda config: "other")
     assert all("has changed" in why for why in evidence.stale_cells(claims, tmp_path).values())
     path.unlink()
