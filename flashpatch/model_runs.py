@@ -46,7 +46,7 @@ def observe(model, inputs: dict, modules, backward: bool, seed: int, largest: di
     handles += [module.register_forward_pre_hook(measure(path), with_kwargs=True) for path, module in modules]
     try:
         with torch.set_grad_enabled(backward):
-            label, output = _main_output(model(**inputs))
+            label, output = main_output(model(**inputs))
     finally:
         for handle in handles:
             handle.remove()
@@ -69,7 +69,7 @@ def _cast(value, dtype: torch.dtype):
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _main_output(output) -> tuple[str, torch.Tensor]:
+def main_output(output) -> tuple[str, torch.Tensor]:
     """What a model computes: its logits if it has any, else its first floating-point tensor, be it in a tuple of them."""
     items = [(str(key), value) for key, value in (output.items() if hasattr(output, "items") else enumerate(output))]
     items += [
