@@ -31,6 +31,13 @@ static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDro
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 
+// Maxima move in a tile's first blocks. Past them P is computed before anybody has looked for a larger score, which takes
+// registers for S beside P (TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head dim 128
+// 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
+// exponentials in groups, sums and packing a group behind, were no faster.
+constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores;
+constexpr int kUnsettledBlocks = 3;  // after the first
+
 using QTile = SlabTile<64, kHeadDim>;  // of one consumer
 using KTile = SlabTile<kBlockN, kHeadDim>;
 using VTile = SlabTile<kBlockN, kHeadDimV>;
@@ -107,26 +114,26 @@ DEVICE int missing_rows(const Sequence& s) {
   return kHasWindow ? (ceil_div(s.q_length, kBlockM) * kBlockM - s.q_length) / 64 * 64 : 0;
 }
 
-// Heads that are worked on together: as many as keep K and V in kL2Bytes of the 50 MB of L2 (head dim 128 at 8192: 667
-// TFLOP/s, with 16 MB 644), and kL2Heads where those are few: their tiles walk over the same keys at the same time (16384:
-// head dim 128 669 instead of 643, head dim 256 703 instead of 662), while more would be read again from memory.
+// Heads that are worked on together: as many as keep K and V in this much of the 50 MB of L2 (8192 tokens, causal, head dim
+// 256: 779 TFLOP/s, with all heads at once 754).
 constexpr i64 kL2Bytes = 32 << 20;
-constexpr u32 kL2Heads = 16;
 
 DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const Params& p = params.common;
   const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
   const u32 tiles = (u32)p.m_blocks * rows;
+  const auto take_tile = [&] { return atomic_add_global(params.tile_counters, 1) + grid_size(); };
   u32 index = block_index();
   while (index < tiles) {
-    const u32 next = atomic_add_global(params.tile_counters, 1) + grid_size();  // arrives while this tile loads
-    Position position = kHasWindow ? longest_first<kL2Bytes, kL2Heads>(p, index, rows)
+    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows)
                                    : position_of(index, p.m_blocks, p.num_heads_q);
     if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
     const Sequence s = sequence_of(p, position.batch);
     const int first_row = position.block * kBlockM - missing_rows(s);
-    index = next;
-    if (first_row >= s.q_length) continue;
+    if (first_row >= s.q_length) {
+      index = take_tile();
+      continue;
+    }
     const BlockKeys keys = keys_of_rows(p, s, larger(first_row, 0), first_row + kBlockM);
     const Work work = {s, first_row, position.head, blocks_of(keys)};
 
@@ -159,10 +166,14 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
     if (n >= work.blocks.begin) load_k(n);
 #pragma unroll
     for (int consumer = kQStages - kConsumers; consumer < kConsumers; ++consumer) load_q(consumer);
-    for (; n >= work.blocks.begin; --n) {
-      if (n > work.blocks.begin) load_k(n - 1);
+    for (; n > work.blocks.begin; --n) {
+      load_k(n - 1);
       load_v(n);
     }
+    // Under the last load. A tile taken when this one began, which may be long, would wait while other CTAs run out of work
+    // (causal, head dim 256, 2048 tokens: 616 TFLOP/s instead of 633).
+    index = take_tile();
+    if (n >= work.blocks.begin) load_v(n);
   }
   rings.work.wait_empty();
   Work none = {};
@@ -265,11 +276,6 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const auto issue_output = [&] {
       issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
     };
-    const auto set_operand = [&](float (&s_frag)[kScores]) {
-      softmax.exponentiate(s_frag, scale_log2);
-      pack_operand(p_frag, s_frag);
-      pin(p_frag);  // written before the next product's fence
-    };
 
     // First block of this warpgroup: scores alone.
     const auto begin = [&](int n, bool masked) {
@@ -285,12 +291,13 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       release(rings.k);
       score(s_frag, n, masked);
       softmax.grow(factor, s_frag, scale_log2);
-      set_operand(s_frag);
+      softmax.exponentiate(p_frag, s_frag, scale_log2);
+      pin(p_frag);  // written before the next product's fence
     };
     // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
-    const auto step = [&](int n, bool masked) {
+    const auto step = [&](int n, bool masked, bool speculative) {
       float s_frag[kScores], factor[2];
-      softmax.set_limit();  // not between the turn and the products
+      if (!speculative) softmax.set_limit();  // not between the turn and the products
       rings.k.wait_full();
       rings.v.wait_full();
       take_turn();
@@ -302,12 +309,14 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       pin(s_frag);
       release(rings.k);
       score(s_frag, n, masked);
-      const bool grew = softmax.grow(factor, s_frag, scale_log2);
+      const bool grew = !speculative && softmax.grow(factor, s_frag, scale_log2);
       wgmma_wait<0>();
       pin(o_frag);
       release(rings.v);
       if (grew) scale_rows(o_frag, factor);
-      set_operand(s_frag);
+      if (speculative) softmax.speculate(p_frag, s_frag, o_frag, scale_log2);
+      else softmax.exponentiate(p_frag, s_frag, scale_log2);
+      pin(p_frag);
     };
     // A block only other warpgroups see.
     const auto skip = [&] {
@@ -349,11 +358,12 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       const auto needs_mask = [&](int n) { return n * kBlockN < unmasked.begin || (n + 1) * kBlockN > unmasked.end; };
       begin(n, needs_mask(n));
       for (--n; n >= own.begin;) {
-        if (kHasWindow && needs_mask(n)) {
-          step(n--, true);
+        const bool masked = kHasWindow && needs_mask(n);
+        if (masked || (kSpeculates && n >= uniform(ld_shared<Work>(slot).blocks.end) - 1 - kUnsettledBlocks)) {
+          step(n--, masked, false);
         } else {  // a loop of its own, without a test a block
           const int end = kHasWindow ? larger(own.begin, ceil_div(unmasked.begin, kBlockN)) : own.begin;
-          for (; n >= end; --n) step(n, false);
+          for (; n >= end; --n) step(n, false, kSpeculates);
         }
       }
       // O += P V of the last block; meanwhile what does not need O.

@@ -110,13 +110,13 @@ DEVICE Position position_of(u32 index, int blocks, int heads) {
 }
 
 // Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in
-// kL2Bytes of L2, and at least kHeads key heads. `rows`: of m_blocks each; batch * num_heads_q, or fewer where the blocks of
+// kL2Bytes of L2. `rows`: of m_blocks each; batch * num_heads_q, or fewer where the blocks of
 // all sequences are in one.
-template <i64 kL2Bytes, u32 kHeads = 1> DEVICE Position longest_first(const Params& p, u32 index, u32 rows) {
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows) {
   constexpr u32 kL2Rows = kL2Bytes / ((kHeadDim + kHeadDimV) * sizeof(Element));  // of K and V
   const u32 fitting = kL2Rows / (u32)larger(p.seqlen_k, 1);
   const u32 group = p.num_heads_q / p.num_heads_kv;
-  const u32 wanted = (fitting < kHeads ? kHeads : fitting > 4096 ? 4096 : fitting) * group;
+  const u32 wanted = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : fitting) * group;
   const u32 section_rows = wanted < rows ? wanted : rows;
   const u32 section = index / (section_rows * p.m_blocks), within = index % (section_rows * p.m_blocks);
   const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;

@@ -4,16 +4,21 @@
 // exact arithmetic any maximum will do, but P is rounded to 16 bits: with the true maximum the heaviest key of a row has
 // p = 1 exactly; with another one its p is rounded like any other, and where one key holds most of a row that error is
 // the largest of all (2x, measured; rounding the maximum up to an integer is as bad). So the maximum stays only while no
-// key above it weighs more than 2^-kShareLog2 of what its lane has summed up so far, and p stays below 2^kLagLog2. The
-// largest error is then that of the true maximum.
+// key above it weighs more than kMostShare of what its lane has summed up so far, and p stays below kMostLag. The largest
+// error is then that of the true maximum.
 #pragma once
 #include "mask.cuh"
 #include "ptx_sm90.cuh"
 #include "softmax.cuh"
 
-constexpr int kLagLog2 = 8;       // 0: always the true maximum
-constexpr int kShareLog2 = 1;
+constexpr float kMostShare = 0.5f, kMostLag = 256.f;  // kMostLag = 1: always the true maximum
 constexpr float kLowest = -3.4028234e38f;  // no maximum yet; finite, so that -inf - kLowest is no NaN
+
+// Multiplies this thread's rows of the accumulators.
+template <int kCount> DEVICE void scale_rows(float (&acc)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) acc[i] *= factor[i >> 1 & 1];
+}
 
 struct LaggingSoftmax {
   float row_max[2];  // base 2, common to a row's lanes
@@ -25,6 +30,17 @@ struct LaggingSoftmax {
     for (int half = 0; half < 2; ++half) row_max[half] = limit[half] = kLowest, row_sum[half] = 0.f;
   }
 
+  // The largest p that does not ask for a new maximum.
+  DEVICE float largest_p(int half) const {
+    const float share = maximum(row_sum[half] * kMostShare, 1.f);
+    return share < kMostLag ? share : kMostLag;
+  }
+
+  DEVICE void set_limit() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) limit[half] = row_max[half] + log2_approx(largest_p(half));
+  }
+
   // New maxima where scores s * scale_log2 ask for them. True (for the whole warp): O must be multiplied by `factor`.
   template <int kCount> DEVICE bool grow(float (&factor)[2], const float (&s_frag)[kCount], float scale_log2) {
     float largest[4] = {s_frag[0], s_frag[1], s_frag[2], s_frag[3]};
@@ -32,7 +48,7 @@ struct LaggingSoftmax {
     for (int i = 4; i < kCount; ++i) largest[i & 3] = maximum(largest[i & 3], s_frag[i]);
     const float tile_max[2] = {maximum(largest[0], largest[1]) * scale_log2,
                                maximum(largest[2], largest[3]) * scale_log2};
-    if (kLagLog2 > 0 && !vote_any(tile_max[0] > limit[0] || tile_max[1] > limit[1])) return false;
+    if (!vote_any(tile_max[0] > limit[0] || tile_max[1] > limit[1])) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float pair_max = maximum(tile_max[half], shfl_xor(tile_max[half], 1));
@@ -44,21 +60,38 @@ struct LaggingSoftmax {
     return true;
   }
 
-  // S -> P in place.
-  template <int kCount> DEVICE void exponentiate(float (&s_frag)[kCount], float scale_log2) {
+  // S -> P, the A operand of the next product.
+  template <int kCount> DEVICE void exponentiate(u32 (&p_frag)[kCount / 2], const float (&s_frag)[kCount], float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < kCount; i += 2) {
       const int half = i >> 1 & 1;
-      s_frag[i] = exp2_approx(s_frag[i] * scale_log2 - row_max[half]);
-      row_sum[half] += s_frag[i];
+      const float even = exp2_approx(s_frag[i] * scale_log2 - row_max[half]);
+      const float odd = exp2_approx(s_frag[i + 1] * scale_log2 - row_max[half]);
+      row_sum[half] += even;
+      row_sum[half] += odd;
+      p_frag[i / 2] = pack<kIsBf16>(even, odd);
     }
   }
 
-  DEVICE void set_limit() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float share = maximum(log2_approx(row_sum[half]) - (float)kShareLog2, 0.f);
-      limit[half] = row_max[half] + (share < (float)kLagLog2 ? share : (float)kLagLog2);
+  // The same without a look at the scores before: none of them asks for a new maximum if all of their p together do not.
+  // Where they do (rarely, past the first blocks), grow() decides, O is multiplied here, and P computed again.
+  template <int kCount, int kOutputs>
+  DEVICE void speculate(u32 (&p_frag)[kCount / 2], float (&s_frag)[kCount], float (&o_frag)[kOutputs], float scale_log2) {
+    const float before[2] = {row_sum[0], row_sum[1]};
+    const float allowed[2] = {row_sum[0] + largest_p(0), row_sum[1] + largest_p(1)};
+    exponentiate(p_frag, s_frag, scale_log2);
+    const bool stays = row_sum[0] <= allowed[0] && row_sum[1] <= allowed[1];  // not where a sum is NaN
+    if (!vote_any(!stays)) return;
+    const float after[2] = {row_sum[0], row_sum[1]};
+    float factor[2];
+    row_sum[0] = before[0], row_sum[1] = before[1];
+    set_limit();
+    pin(s_frag);  // no product with the scale is kept from above
+    if (grow(factor, s_frag, scale_log2)) {
+      scale_rows(o_frag, factor);
+      exponentiate(p_frag, s_frag, scale_log2);
+    } else {
+      row_sum[0] = after[0], row_sum[1] = after[1];
     }
   }
 
@@ -80,12 +113,6 @@ struct LaggingSoftmax {
     }
   }
 };
-
-// Multiplies this thread's rows of the accumulators.
-template <int kCount> DEVICE void scale_rows(float (&acc)[kCount], const float (&factor)[2]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) acc[i] *= factor[i >> 1 & 1];
-}
 
 // Of this thread's rows: whether all accumulators are finite. 0 * x is NaN where x is NaN or Inf.
 template <int kCount> DEVICE void all_finite(bool (&finite)[2], const float (&acc)[kCount]) {

@@ -94,12 +94,6 @@ template <int kCount> DEVICE Fragments<kCount>& fragments(float (&acc)[kCount]) 
   return reinterpret_cast<Fragments<kCount>&>(acc);
 }
 
-// Packed in pairs, accumulators are the A operand of the next product.
-template <int kCount> DEVICE void pack_operand(u32 (&a_frag)[kCount / 2], const float (&acc)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) a_frag[i] = pack<kIsBf16>(acc[2 * i], acc[2 * i + 1]);
-}
-
 // Among the four lanes of a quad: lane t gets what lanes 0..3 have in r[t].
 DEVICE void transpose_quad(u32 (&r)[4]) {
   const bool odd = lane_index() & 1, upper = lane_index() & 2;

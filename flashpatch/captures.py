@@ -16,6 +16,7 @@ from typing import Annotated
 import torch
 
 from . import compiler, counting, emulator, execution, fallback, launcher, planning, reference, tolerance
+from .arguments import FLOATING
 from .call import TENSORS, Call
 from .problem import Device, Plan, Problem
 
@@ -156,11 +157,26 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Capture:
                 raise CaptureError(f"{path} is no captured call; `flashpatch verify MODEL --capture FILE` writes one")
             shapes = json.loads(metadata["shapes"])
             tensors = {name: file.get_tensor(name).expand(shape) for name, shape in shapes.items()}
+        return _capture(tensors, json.loads(metadata["scalars"]), json.loads(metadata["origin"]))
+    except CaptureError:
+        raise
     except (OSError, SafetensorError) as error:
         raise CaptureError(f"{path} cannot be read as a captured call: {error}") from error
-    call = Call(**json.loads(metadata["scalars"]), **{name: tensors.get(name) for name in TENSORS}, expanded=True)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        text = f"{path} is a damaged capture ({type(error).__name__}: {error}); capture the call again"
+        raise CaptureError(text) from error
+
+
+def _capture(tensors: dict[str, torch.Tensor], scalars: dict, origin: dict) -> Capture:
+    """Of the parts of a file, which anybody may have written."""
+    inputs = [tensors[name] for name in INPUTS]
+    if not all(tensor.dtype in FLOATING and tensor.dim() in (3, 4) for tensor in inputs):
+        raise ValueError("q, k and v must be floating-point tensors of three or four dimensions")
+    if set(scalars) != set(_SCALARS) or not all(isinstance(value, (int, float)) for value in scalars.values()):
+        raise ValueError(f"scalars must be numbers: {', '.join(_SCALARS)}")
+    call = Call(**scalars, **{name: tensors.get(name) for name in TENSORS}, expanded=True)
     results = {name.removeprefix("result."): tensor for name, tensor in tensors.items() if name.startswith("result.")}
-    return Capture(*(tensors[name] for name in INPUTS), call, results, **json.loads(metadata["origin"]))
+    return Capture(*inputs, call, results, **origin)
 
 
 # ---- how far a call's results are from exact ----

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import counting, interface
 from .recorded_scores import Scores
@@ -104,6 +105,7 @@ class Reading(TorchFunctionMode):
         super().__init__()
         self.module, self.tag, self.name = module, tag, type(module).__name__
         self.q = None
+        self.uncompiled = None  # a mode to leave with this one, in a compiled model
         self.before = product  # products still to come before that of q and k
         self.wide: dict[int, tuple] = {}  # id of a tensor -> (it, what it was before it was widened)
         self.constants: dict[int, tuple] = {}  # id of a tensor -> (it, its number)
@@ -226,8 +228,10 @@ def attach(module) -> list:
 
 
 def _begin(module, args, kwargs) -> None:
+    if torch.compiler.is_compiling():
+        return _begin_uncompiled(module, args, kwargs)
     tag = getattr(module, "_flashpatch", None)
-    if tag is None or torch.compiler.is_compiling():
+    if tag is None:
         return
     readings = _active.__dict__.setdefault("readings", [])
     if _weights_wanted(module, args, kwargs):
@@ -242,11 +246,31 @@ def _begin(module, args, kwargs) -> None:
     readings.append(reading)
 
 
+class _Uncompiled(TorchDispatchMode):
+    """Nothing that runs under a mode like this is compiled."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@torch.compiler.disable(reason="flashpatch reads this module's attention while it runs: compile without fullgraph=True")
+def _begin_uncompiled(module, args, kwargs) -> None:
+    """In a compiled model: a graph break, and the module runs as it does in eager mode."""
+    _begin(module, args, kwargs)
+    readings = _active.__dict__.get("readings")
+    if readings and readings[-1].module is module:
+        readings[-1].uncompiled = _Uncompiled()
+        readings[-1].uncompiled.__enter__()
+
+
 def _end(module, args, output):
     readings = _active.__dict__.get("readings")
     if not readings or readings[-1].module is not module:
         return None
-    readings.pop().__exit__(None, None, None)
+    reading = readings.pop()
+    if reading.uncompiled is not None:
+        reading.uncompiled.__exit__(None, None, None)
+    reading.__exit__(None, None, None)
     return _without_scores(output)
 
 

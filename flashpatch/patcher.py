@@ -389,7 +389,7 @@ def enable(override: bool = False) -> None:
 
     An implementation asked for by name is honoured and listed (`honoured`, reports); `override=True` replaces it
     too. Attention that a model computes in its own code is read where `inlined.MODULES` names it, from the model's first
-    forward on, which must not be one that torch.compile traces. Models that can neither be switched nor read keep their
+    forward on; compiled by torch.compile too, if without `fullgraph=True`. Models that can neither be switched nor read keep their
     default (`unreachable`).
     """
     interface.register()
@@ -433,10 +433,9 @@ def _choose(model, asked: str | None) -> str | None:
     return NAME if now else None
 
 
+@torch.compiler.disable(reason="flashpatch.enable() finishes this model before its first forward")
 def _at_first_forward(model, args) -> None:
     """What could not be done while `enable` saw a model built: its implementation, and attention that has to be read."""
-    if torch.compiler.is_compiling():
-        return
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _at_first_forward:
             del model._forward_pre_hooks[key]

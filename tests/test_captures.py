@@ -233,6 +233,30 @@ def test_what_is_no_capture_is_refused(tmp_path):
             captures.load(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"scalars": '{"a": ['}, "damaged capture .*JSONDecodeError"),
+        ({"scalars": "[1, 2]"}, "scalars must be numbers"),
+        ({"scalars": "{}"}, "scalars must be numbers: softmax_scale"),
+        ({"shapes": '{"q": [3]}'}, "damaged capture"),
+        ({"origin": "7"}, "damaged capture"),
+        ({"integers": ""}, "must be floating-point"),
+    ],
+    ids=["json", "list", "missing", "shapes", "origin", "integers"],
+)
+def test_a_damaged_capture_is_a_sentence(tmp_path, change, message):
+    from safetensors.torch import save_file
+
+    q = torch.ones(1, 2, 1, 8, dtype=torch.int64 if "integers" in change else torch.float32)
+    scalars = dict.fromkeys(captures._SCALARS, 1)
+    metadata = {"format": captures._FORMAT, "scalars": json.dumps(scalars), "origin": "{}"}
+    metadata["shapes"] = json.dumps({name: list(q.shape) for name in "qkv"})
+    save_file({name: q.clone() for name in "qkv"}, tmp_path / "call", {**metadata, **change})
+    with pytest.raises(CaptureError, match=message):
+        captures.load(tmp_path / "call")
+
+
 # ---- the commands ----
 
 

@@ -132,6 +132,25 @@ def test_enable_reads_them_from_the_first_forward_on(name, enabled):
     assert type(model).__name__ not in patcher.unreachable()
 
 
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_they_are_read_in_a_compiled_model_too(name, enabled):
+    """A graph shows nothing to read, so it breaks at each module; who asks for one graph is told why there is none."""
+    named, inputs = small(name)  # asks for eager
+    named(**inputs)
+    expected = model_inputs.output_of(named(**inputs))
+    model = type(named)(shrinking.shrunk(name, **TYPES[name][0])).eval()
+    model.load_state_dict(named.state_dict())
+    compiled = torch.compile(model, backend="aot_eager")
+    for calls in (1, 2):
+        found = model_inputs.output_of(compiled(**inputs))
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+        assert [row.calls for row in patcher.report(model).rows] == [calls] * TYPES[name][1]
+    found.sum().backward()
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs)
+
+
 @pytest.mark.parametrize("name", ["bloom", "falcon", "blip", "speecht5", "sam_vision_model", "trocr"])
 def test_a_default_that_reaches_a_model_inside_was_asked_for_by_nobody(name, enabled):
     config = shrinking.shrunk(name)

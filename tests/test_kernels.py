@@ -463,7 +463,7 @@ def faults(asked: Asked, family: Family):
     for name, tensor in zip(verification.OUTPUTS, (out, logsumexp, *gradients), strict=True):
         if tensor is not None:
             largest = verification._largest(expected["logsumexp"])
-            check = verification._check(name, tensor, eager[name], expected[name], out.dtype, largest)
+            check = verification._check(name, tensor, eager[name], expected[name], out.dtype, largest, None)
             allowed = max(check.bound + extra.get(name, 0.0), EXACT)
             if not check.error <= allowed:
                 found.append(f"{check.message}; allowed here {allowed:.3e}")

@@ -175,7 +175,7 @@ FORBIDDEN = {
     "shared memory by name": r"\b__shared__\b",
     "a thread index": r"\b(?:threadIdx|blockIdx|blockDim|gridDim)\b",
     "a CUDA intrinsic": r"\b__(?!(?:launch_bounds|restrict|global|device|forceinline|grid_constant|noinline)__)\w+",
-    "a raw dereference": r"(?:^|[=(,;{}!<>+\-/%&|?:]|\breturn)\s*\*\s*(?:\(|[A-Za-z_])",
+    "a raw dereference": r"(?:^|[=(,;{}!<>+\-/%&|?:]|\breturn)\s*\*\s*(?:\(|(?!this\b)[A-Za-z_])",
     "a pointer arrow": r"->",
 }
 

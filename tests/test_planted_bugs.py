@@ -159,6 +159,7 @@ FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=
 FP32_BACKWARD_PARTS = backward(dtype=torch.float32, features=("far_apart",))
 FP32_SPLIT_PARTS = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64, features=("far_apart",))
 HOPPER_FORWARD = hopper("forward_sm90")
+HOPPER_GROWING = hopper("forward_sm90", growing=True, seqlen_q=70, seqlen_k=440, heads=1)
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
 HOPPER_ORDERED = hopper(
@@ -642,6 +643,8 @@ BUGS = [
     Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "early release", "wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P\n      pin(s_frag);\n      release(rings.k);", "release(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "missing rescale", "if (grew) scale_rows(o_frag, factor);", "", "HOPPER_FORWARD"),
+    Bug("softmax_sm90.cuh", "missing rescale", "scale_rows(o_frag, factor);", "", "HOPPER_GROWING"),
+    Bug("softmax_sm90.cuh", "maximum that stays too long", "if (!vote_any(!stays)) return;", "return;", "HOPPER_GROWING"),
     Bug("forward_sm90.cu", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped barrier", "sync_warp();  // staged", "// staged", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "lost proxy fence", "fence_proxy_async();  // O was", "// O was", "HOPPER_FORWARD"),
