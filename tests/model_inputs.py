@@ -8,13 +8,13 @@ import torch
 from special_inputs import SPECIAL, width
 
 from flashpatch import models, patcher
-from flashpatch.model_verification import _main_output
+from flashpatch.model_runs import main_output
 
 CLOSE = 2e-4  # of the largest logit: two fp32 results of the same function
 
 
 def output_of(result) -> torch.Tensor:
-    return _main_output(result)[1]
+    return main_output(result)[1]
 
 
 # ---- one forward ----

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from flashpatch import captures, cases, emulator, execution, fallback, model_verification, planning
+from flashpatch import captures, cases, emulator, execution, fallback, model_runs, model_verification, planning
 from flashpatch.captures import CaptureError
 from flashpatch.problem import Plan, Problem
 
@@ -146,8 +146,8 @@ def test_a_model_in_which_a_last_bit_decides_is_held_to_what_eager_itself_does(m
     seen = []
     modules = [("model.layers.1.self_attn", model.model.layers[1].self_attn)]
     for seed in (None, 0, 1):
-        with model_verification._rounded_anew(modules, seed) if seed is not None else contextlib.nullcontext():
-            seen.append(model_verification._observe(model, IDS, modules, False, 0, {})["attention", modules[0][0]])
+        with model_runs.rounded_anew(modules, seed) if seed is not None else contextlib.nullcontext():
+            seen.append(model_runs.observe(model, IDS, modules, False, 0, {})["attention", modules[0][0]])
     apart = [((one - seen[0]) / seen[0]).abs().max() for one in seen[1:]]
     assert not torch.equal(seen[1], seen[2]) and all(0 < float(a) <= 2 * torch.finfo(torch.bfloat16).eps for a in apart)
 

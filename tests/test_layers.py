@@ -29,6 +29,7 @@ LAYERS = [
     {"interface"},
     {"inlined", "module_reading"},
     {"patcher", "module_stack"},
+    {"model_runs"},
     {"registration", "models", "model_verification", "environment", "tracing"},
     {"dry_runs"},
     {"verification", "auditing", "benchmarking", "feature_peers"},
