@@ -75,7 +75,7 @@ class Tally:
     choice: Annotated[Choice, "what they run on"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Square:
     """One generation, dtype and direction for a model."""
 
@@ -83,7 +83,7 @@ class Square:
     title: Annotated[str, "what people call it"]
     capabilities: Annotated[list[str], "compute capabilities that decide alike"]
     gpus: Annotated[list[str], "GPUs of them"]
-    shared_memory: Annotated[int, "bytes a block may have there"]
+    shared_memory: Annotated[int, "bytes a block may have there, the least of them"]
     dtype: Annotated[str, "dtype of q, k, v"]
     direction: Annotated[str, "forward or backward"]
     status: Annotated[str, "the weakest of its modules: verified, compiled or fallback"]
@@ -152,6 +152,7 @@ def grid(model, *, dtype: str | None = None, inputs=None, **load) -> GridReport:
             for square in found[key]:
                 square.capabilities.append(number)
                 square.gpus.extend(capability.gpus)
+                square.shared_memory = min(square.shared_memory, device.shared_memory)
         else:
             found[key] = squares
     problems = [problem for of_module in asked for problem in of_module]

@@ -148,6 +148,10 @@ def _nvrtc():
     try:
         nvrtc.getVersion()
     except Exception as error:
+        try:
+            import cupy  # noqa: F401 - it is what looks for the libraries
+        except Exception as why:
+            raise CompileError(_why_no_cupy(why)) from why
         raise CompileError(_why_no_nvrtc(), str(error)) from error
     return nvrtc
 

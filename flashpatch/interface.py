@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import threading
 
 import torch
 
@@ -247,10 +248,14 @@ def _check_keywords(module, kwargs: dict, layer: int, strict: bool, query, value
         decline(layer, strict, query, value, "kwarg_unknown", text)
 
 
+_one_parser = threading.Lock()  # inspect parses with ast, which two threads at once break in Python 3.11
+
+
 def source_of(thing) -> str:
     """The source text of a class, function or module; empty where there is none."""
     try:
-        return inspect.getsource(thing)
+        with _one_parser:
+            return inspect.getsource(thing)
     except (OSError, TypeError):
         return ""
 
