@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flashpatch
-from flashpatch import planning, support_table
+from flashpatch import cases, evidence, planning, support_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -144,6 +144,15 @@ def test_what_the_first_screen_says_of_speed_is_what_was_measured():
     for (direction, *_), row in speeds.items():
         best = max(speed for variant, speed in row.items() if variant != "flashpatch")
         assert row["flashpatch"] > (0.9 if direction == "forward" else 1.0) * best
+
+
+def test_what_stood_in_for_older_generations_is_counted():
+    for path in evidence.folder().glob("*-as-*.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        claimed = cases.claimed(planning.device_for(tuple(content["stands_for"])))
+        capability = ".".join(map(str, content["stands_for"]))
+        row = f"[{capability}](tests/evidence/{path.name}): {len(content['cells'])} of {len(claimed)}"
+        assert row in " ".join(README.split()), row
 
 
 def test_feature_table_is_what_was_measured():
