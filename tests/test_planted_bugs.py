@@ -565,7 +565,7 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) await_turn(block);", "", "BACKWARD_ORDERED"),
-    Bug("backward_sm80.cu", "wrong columns", "pair * kDqWarpsN + dq_n)", "dq_n)", "BACKWARD_LARGE"),
+    Bug("backward_sm80.cu", "wrong columns", "right_rows(k_smem, 0, pair * kDqWarpsN + dq_n)", "right_rows(k_smem, 0, dq_n)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
     Bug("backward_sm80.cu", "skipped block", "larger(any.begin, first_key) <", "larger(all.begin, first_key) <", "BACKWARD_RANGES"),
     Bug("backward_sm80.cu", "unmasked block", "next_masked || all.begin > first_key || all.end <", "next_masked || all.end <", "BACKWARD_LATE"),
