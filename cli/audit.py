@@ -119,11 +119,21 @@ def _print(report) -> None:
         rows = [row for module in report.modules for row in _rows(module)]
         columns = ["module", "class", "now", "direction", "runs on", "tile", "shared memory", "status", "why"]
         rendering.table(columns, rows, report.model)
-        total = len(report.modules)
+        total, on_kernels = (
+            len(report.modules),
+            [module for module in report.modules if module.dispatched and not module.reasons],
+        )
+        forward = sum(_forward_on_a_kernel(module) for module in report.modules)
+        more = f" ({forward} of {total} in the forward)" if forward > len(on_kernels) else ""
         click.echo(
             f"{sum(module.dispatched for module in report.modules)} of {total} attention modules would call flashpatch, "
-            f"{sum(module.dispatched and not module.reasons for module in report.modules)} of {total} run on a kernel."
+            f"{len(on_kernels)} of {total} run on a kernel{more}."
         )
+
+
+def _forward_on_a_kernel(module) -> bool:
+    choices = [choice for choice in module.choices if choice.direction == "forward"]
+    return module.dispatched and bool(choices) and all(choice.kernel for choice in choices)
 
 
 def _rows(module) -> list[list]:

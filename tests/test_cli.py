@@ -445,6 +445,15 @@ def test_audit_of_a_model(folders):
     assert code == 3 and not report["modules"][0]["dispatched"]
 
 
+def test_audit_says_what_runs_in_the_forward_alone(tmp_path):
+    import transformers
+
+    sizes = {"vocab_size": 60, "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.LlamaConfig(**sizes, intermediate_size=64).save_pretrained(tmp_path)
+    found = run("audit", tmp_path, "--gpu", "rtx3090", "--dtype", "float32").stdout
+    assert "0 of 2 run on a kernel (2 of 2 in the forward)." in found  # head dim 256: the backward does not fit 99 KB
+
+
 def test_audit_prints_a_line_for_each_direction(folders):
     lines = run("audit", folders / "llama", "--gpu", "t4", "--dtype", "fp16").stdout.splitlines()
     shown = [line.split() for line in lines if line.startswith("model.layers.0")]
