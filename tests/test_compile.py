@@ -82,6 +82,7 @@ def grid() -> tuple[Target, ...]:
         for case in cases.cases(device):
             problems |= {case.problem, case.problem.backward()}
         problems |= {dataclasses.replace(problem, short=True) for problem in problems}
+        problems |= {dataclasses.replace(problem, tf32=True) for problem in problems if problem.dtype == "float32"}
         for problem in sorted(problems, key=_order):
             plan = planning.resolve(problem, device)
             if isinstance(plan, Plan):
@@ -99,6 +100,7 @@ def _order(problem: Problem) -> tuple:
         problem.head_dim_v,
         sorted(problem.features),
         problem.short,
+        problem.tf32,
     )
 
 
