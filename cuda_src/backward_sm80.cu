@@ -75,7 +75,7 @@ struct QueryBlock {
 
 // P is at most 1 / (1 - dropout_p). It and dS become pairs times a power of two, dS one that brings a bound of it to below 2^14.
 constexpr int kLiftP = kHasDropout ? 10 : 14, kLiftDs = kHasDropout ? 10 : 14;
-constexpr float kMostDropout = 0.9f;
+constexpr float kMostDropout = 0.9f;  // P / (1 - dropout_p) is then at most 10, and 10 * 2^kLiftP below fp16's 2^16
 
 template <bool kPaired> DEVICE void backward(const Params& p);
 // A call, so that its registers are no concern of the other way.

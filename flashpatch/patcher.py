@@ -389,8 +389,8 @@ def enable(override: bool = False) -> None:
 
     An implementation asked for by name is honoured and listed (`honoured`, reports); `override=True` replaces it
     too. Attention that a model computes in its own code is read where `inlined.MODULES` names it, from the model's first
-    forward on; compiled by torch.compile too, if without `fullgraph=True`. Models that can neither be switched nor read keep their
-    default (`unreachable`).
+    forward on; compiled by torch.compile too, if without `fullgraph=True`. Models that can neither be switched nor read
+    keep their default (`unreachable`).
     """
     interface.register()
     pretrained = _pretrained()

@@ -40,7 +40,7 @@ class Check:
     tensor: Annotated[str, "out, logsumexp, dq, dk, dv, dbias or dsinks"]
     error: Annotated[float, "largest absolute difference between the kernel and the fp64 reference; null if NaN"]
     eager_error: Annotated[float, "the same for PyTorch's own operations in the kernel's dtype"]
-    bound: Annotated[float, "what error may be at most: 2 x eager_error (gradients 3 x) + rounding of the dtype"]
+    bound: Annotated[float, "what error may be at most: 2 x eager_error (gradients 3 x) + what rounding alone costs"]
     passed: Annotated[bool, "error is within bound"]
     message: Annotated[str, "where the largest difference is, if it is too large"]
 
