@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from . import compiler, emulator, planning, tensor_maps
-from .call import TENSORS, Call
+from .call import TENSORS, Call, out_dtype
 from .planning import shared_memory, value_parts
 from .problem import Config, Device, Plan, Reason
 from .tile_counts import Shapes, splits, takes_maps
@@ -27,8 +27,8 @@ from .tile_counts import Shapes, splits, takes_maps
 POINTERS = (
     "q", "k", "v", "out", "logsumexp", "dout", "dq", "dk", "dv", "dlogsumexp", "delta", "dq_accum", "dq_turns",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "dbias", "alibi_slopes", "sinks",
-    "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls", "dkv_accum", "q_pairs", "k_pairs", "v_pairs",
-    "dout_pairs",
+    "rng_state", "q_descale", "k_descale", "v_descale", "mask_bits", "mask_flags", "dbias_accum", "key_hulls", "dkv_accum",
+    "q_pairs", "k_pairs", "v_pairs", "dout_pairs", "v_tiles",
 )  # fmt: skip
 STRIDES = (
     *(
@@ -54,7 +54,9 @@ _AFTER_RESULTS = struct.Struct(f"={len(POINTERS) - 5}Q")
 _REST = struct.Struct(f"={len(STRIDES)}q{len(INTEGERS)}i{len(FLOATS)}f")
 # struct ParamsSm90 of cuda_src/params_sm90.cuh: maps of q, k, v, out, dout, then Params, then the tile counters
 _COUNTERS = struct.Struct("=Q")
-_ARGUMENT_BYTES = 5 * tensor_maps.BYTES + _POINTERS.size + _REST.size + _COUNTERS.size
+_NO_RECORDS = (0,) * 5  # of q, k, v and dout in pairs, tiles of v
+_MAPS_BYTES = 5 * tensor_maps.BYTES
+_ARGUMENT_BYTES = _MAPS_BYTES + _POINTERS.size + _REST.size + _COUNTERS.size
 # cuLaunchKernel's limit for gridDim.x
 _MAX_BLOCKS = 2**31 - 1
 
@@ -93,6 +95,8 @@ def configs(config: Config) -> tuple[Config, ...]:
             _helper(config, f"backward_dq{suffix}", 4),
             *((_bias_helper(config, config.wide_bias),) if config.has_bias else ()),
         )
+    if planning.takes_value_tiles(config):
+        return (_values_helper(config), config)
     if config.kernel.startswith("backward"):
         around = [_helper(config, *kernel) for kernel in (("backward_prepare_sm90", 8), ("backward_finish_sm90", 4))]
         before, after = (replace(helper, block_n=config.block_n) for helper in around)
@@ -122,6 +126,12 @@ def _split_helper(config: Config) -> Config:
     return replace(_helper(config, f"{config.kernel.split('_')[0]}_split", 8), block_n=config.block_n)
 
 
+def _values_helper(config: Config) -> Config:
+    """What transposes v of 8 bits into the tiles of a kernel: it knows no q."""
+    helper = _helper(config, "forward_values_sm90", 4)
+    return replace(helper, head_dim=config.head_dim_v, block_m=64, block_n=config.block_n)
+
+
 def _bias_helper(config: Config, wide: bool) -> Config:
     """What brings the gradient of a bias from the order of a kernel's threads into its own, in fp32 or q's dtype."""
     wide = wide and config.dtype != "float32"
@@ -144,7 +154,7 @@ class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
     __slots__ = (
-        "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "pairs", "plain", "plan", "readable", "rest",
+        "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "plain", "plan", "readable", "records", "rest",
         "tail", "tma", "varlen",
     )  # fmt: skip
 
@@ -154,7 +164,7 @@ class Forward:
         q, k, v = map(_readable, (q, k, v))
         out_shape = (*q.shape[:-1], v.shape[-1])
         # One element that stands for the whole: empty_like of it costs a third of torch.empty with its keywords.
-        self.new_out = torch.empty(1, dtype=q.dtype, device=q.device).expand(out_shape)
+        self.new_out = torch.empty(1, dtype=out_dtype(q.dtype), device=q.device).expand(out_shape)
         self.new_statistics = torch.empty(1, dtype=torch.float32, device=q.device).expand(_statistics_shape(q, call))
         self.varlen = call.cu_seqlens_q is not None
         shapes = Shapes(plan.config, q, k, call)
@@ -162,8 +172,12 @@ class Forward:
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.mask = _PackedMask(plan, shapes, call) if plan.config.has_mask else None
-        self.pairs = _Pairs(plan, shapes, q, k, self.varlen) if planning.takes_pairs(plan.config) else None
-        self.plain = call.is_plain() and self.pairs is None
+        self.records = None
+        if planning.takes_pairs(plan.config):
+            self.records = _Pairs(plan, shapes, q, k, self.varlen)
+        elif planning.takes_value_tiles(plan.config):
+            self.records = _ValueTiles(plan, shapes, k)
+        self.plain = call.is_plain() and self.records is None
         self.tma = takes_maps(plan.config)
         self.tail = _optional_pointers(call) + self.rest if self.plain else b""
         # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
@@ -189,7 +203,7 @@ class Forward:
                 _fill_empty(logsumexp, call)
         results = _RESULTS.pack(out.data_ptr(), logsumexp.data_ptr() if statistics else 0)
         packed_mask = (None, None) if self.mask is None else self.mask.workspace(q.device)
-        pairs, records = (None, (0, 0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
+        room, records = (None, _NO_RECORDS) if self.records is None else self.records.workspace(q.device)
         tail = self.tail if self.plain else _optional_pointers(call, *packed_mask, records=records) + self.rest
         inputs = self.inputs.get(pointers)
         if inputs is None:
@@ -197,7 +211,7 @@ class Forward:
                 self.inputs.clear()
             maps = _maps(self.plan.config, q, k, v, None, None, None) if self.tma else b""
             inputs = self.inputs[pointers] = maps + _INPUTS.pack(*pointers)
-        tensors = (q, k, v, out, logsumexp, *packed_mask, pairs)
+        tensors = (q, k, v, out, logsumexp, *packed_mask, room)
         if self.tma:
             counters, address = _tile_counters(q.device, self.plan.device.index)
             tensors = (*tensors, counters)
@@ -206,8 +220,9 @@ class Forward:
             argument = b"".join((inputs, results, tail))
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, argument, tensors, call)
-        if self.pairs is not None:
-            self.pairs.kernel.launch(self.pairs.blocks, argument, tensors, call)
+        if self.records is not None:
+            params = argument[_MAPS_BYTES : -_COUNTERS.size] if self.tma else argument
+            self.records.kernel.launch(self.records.blocks, params, tensors, call)
         self.kernel.launch(self.blocks, argument, tensors, call)
         return out, logsumexp, 0
 
@@ -299,7 +314,7 @@ class Backward:
         dkv_accum = None
         if self.shared_keys is not None:
             dkv_accum = torch.empty(self.shared_keys, dtype=torch.float32, device=q.device)
-        pairs, records = (None, (0, 0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
+        pairs, records = (None, _NO_RECORDS) if self.pairs is None else self.pairs.workspace(q.device)
         own = (*packed_mask, dbias_accum, hulls, dkv_accum)
         addresses = (
             *map(_address, tensors),
@@ -341,7 +356,7 @@ def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool |
     return b"".join((
         tensor_maps.encode(q, q_rows, ragged_q),
         tensor_maps.encode(k, n, ragged_k),
-        tensor_maps.encode(v, n, ragged_k),
+        tensor_maps.NONE if planning.takes_value_tiles(config) else tensor_maps.encode(v, n, ragged_k),
         tensor_maps.NONE,
         tensor_maps.NONE if dout is None else tensor_maps.encode(dout, m, ragged_q),
     ))  # fmt: skip
@@ -380,9 +395,9 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     return Backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
 
 
-def _optional_pointers(call: Call, mask_bits=None, mask_flags=None, records=(0, 0, 0, 0)) -> bytes:
+def _optional_pointers(call: Call, mask_bits=None, mask_flags=None, records=_NO_RECORDS) -> bytes:
     """The pointers of a forward's Params after logsumexp: none of the backward's, the call's own tensors, the mask packed,
-    the records of q, k and v."""
+    the records of q, k and v, the tiles of v."""
     optional, packed = call.pointers(), (_address(mask_bits), _address(mask_flags))
     return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0, 0, 0, *records)
 
@@ -432,11 +447,29 @@ class _Pairs:
         self.ends = tuple(itertools.accumulate(sizes))
         self.kernel = _Kernel(plan.device, _split_helper(config))
 
-    def workspace(self, device: torch.device) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
-        """Room for the records, to be filled, and where those of q, k, v and dout begin."""
+    def workspace(self, device: torch.device) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Room for the records, to be filled, and where those of q, k, v and dout begin; no tiles of v."""
         room = torch.empty(self.ends[-1], dtype=torch.uint8, device=device)
         first = room.data_ptr()
-        return room, (first, *(first + end for end in self.ends[:-1]))
+        return room, (first, *(first + end for end in self.ends[:-1]), 0)
+
+
+class _ValueTiles:
+    """v of 8 bits as Hopper's forward reads it, transposed block by block: cuda_src/values_sm90.cuh. As many bytes as v has,
+    rounded up to whole blocks and padded head dims."""
+
+    __slots__ = ("blocks", "bytes", "kernel")
+
+    def __init__(self, plan: Plan, shapes: Shapes, k):
+        config = plan.config
+        self.blocks = shapes.n_blocks * shapes.rows_of_blocks * k.shape[-2]
+        self.bytes = self.blocks * config.block_n * config.head_dim_v
+        self.kernel = _Kernel(plan.device, _values_helper(config))
+
+    def workspace(self, device: torch.device) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Room for the tiles, to be filled, and where they begin; no pairs."""
+        room = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+        return room, (0, 0, 0, 0, room.data_ptr())
 
 
 class _BiasGradient:

@@ -655,7 +655,7 @@ BUGS = [
     Bug("forward_sm90.cu", "Q of another warpgroup", "rings.work.position * kConsumers + consumer;", "rings.work.position * kConsumers;", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong row", "mine = row + (lane & 15);", "mine = row + (lane & 7);", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "past the end", "if (row < row_end && slab * 64 + column < head_dim)", "if (slab * 64 + column < head_dim)", "HOPPER_FORWARD"),
-    Bug("tile_sm90.cuh", "wrong step", "k / 4 * kSlabBytes + k % 4 * 32", "k / 4 * kSlabBytes + k % 4 * 16", "HOPPER_FORWARD"),
+    Bug("tile_sm90.cuh", "wrong step", "kSlabBytes + k * 32 % kPitch", "kSlabBytes + k * 16 % kPitch", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong phase", "parity() ^ 1); }  // a fresh", "parity()); }  // a fresh", "HOPPER_FORWARD"),
     Bug("backward_sm90.cu", "dropped fence", "fence_proxy_async();", "", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cu", "missing scale", "store_gradient(p, dk_frag, p.softmax_scale", "store_gradient(p, dk_frag, 1.f", "HOPPER_BACKWARD"),
