@@ -11,6 +11,7 @@ TENSORS = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "alibi_slopes", "sinks", "rng_state",
     "q_descale", "k_descale", "v_descale",
 )  # fmt: skip
+DESCALES = ("q_descale", "k_descale", "v_descale")
 NO_POINTERS = (0,) * len(TENSORS)
 
 

@@ -332,9 +332,14 @@ def stand_in_note(kernel: str, device: Device) -> str:
     return f"{family}-family source compiled for sm_{''.join(map(str, device.capability))}, on {device.name}"
 
 
+def head_dim_step(dtype: str) -> int:
+    """What head dims are multiples of: at least 8 numbers, and 16 bytes."""
+    return max(8, 16 // ELEMENT_BYTES.get(dtype, 2))
+
+
 def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], tuple[int, int]]:
     reasons, buckets = [], []
-    step = max(8, 16 // ELEMENT_BYTES.get(problem.dtype, 2))  # rows start at multiples of 16 bytes
+    step = head_dim_step(problem.dtype)
     for label, size, bucket, sizes in (
         ("head_dim", problem.head_dim, matrix.bucket(problem.head_dim), matrix.head_dims),
         ("head_dim_v", problem.head_dim_v, matrix.bucket_v(problem.head_dim_v), matrix.head_dims_v),
@@ -392,7 +397,8 @@ def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
     dtype = problem.dtype if problem.dtype in dtypes else ("bfloat16" if "bfloat16" in dtypes else dtypes[0])
     dims = sorted({c.head_dim for c in here if c.dtype == dtype})
     size = max(problem.head_dim, problem.head_dim_v)
-    padded = -(-size // 8) * 8
+    step = head_dim_step(dtype)
+    padded = -(-size // step) * step
     head_dim = padded if padded and padded <= dims[-1] else dims[-1]
     features = [
         f

@@ -27,7 +27,7 @@ def support_of(device: Device, dtype: str | None = None) -> list[Support]:
     matrix = planning.support()
     rows: dict[tuple, list[int]] = {}
     for direction in ("forward", "backward"):
-        for name in ("bfloat16", "float16", "float32", "float64"):
+        for name in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn"):
             if dtype not in (None, name):
                 continue
             for feature in matrix.features:
