@@ -114,7 +114,7 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
 // registers for S beside P (TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head dim 128
 // 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
 // exponentials in groups, sums and packing a group behind, were no faster.
-constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores && !kIsE4m3;
+constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores;
 constexpr int kUnsettledBlocks = 3;  // after the first
 
 // This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
