@@ -10,7 +10,7 @@
 #pragma once
 #include "packed_sm90.cuh"
 
-static_assert(kBlockN % 32 == 0, "whole slabs");
+static_assert(!kIsE4m3 || kBlockN % 32 == 0, "whole slabs");
 constexpr int kValueBytes = kBlockN * kHeadDimV;  // of a record
 
 DEVICE u8* value_record(const Params& p, int record) { return p.v_tiles + (i64)record * kValueBytes; }
