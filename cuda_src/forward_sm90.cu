@@ -115,6 +115,10 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
 // 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
 // exponentials in groups, sums and packing a group behind, were no faster.
 constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores;
+constexpr bool kEarly = false;
+template <class S, int kA, int kB> DEVICE void early_pack(S& softmax, u32 (&p_frag)[kA], float (&s_frag)[kB]) {
+  if constexpr (kEarly) softmax.pack_e4m3_fragments(p_frag, s_frag);
+}
 constexpr int kUnsettledBlocks = 3;  // after the first
 
 // This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
@@ -238,11 +242,13 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       release(rings.k);
       score(s_frag, n, masked);
       const bool grew = !speculative && softmax.grow(factor, s_frag, scale_log2);
+      if constexpr (kEarly) softmax.exponentiate_in_place(s_frag, scale_log2), pin(s_frag);
       wgmma_wait<0>();
       pin(o_frag);
       release(rings.v);
       if (grew) scale_rows(o_frag, factor);
-      if (speculative) softmax.speculate(p_frag, s_frag, o_frag, scale_log2);
+      if constexpr (kEarly) early_pack(softmax, p_frag, s_frag);
+      else if (speculative) softmax.speculate(p_frag, s_frag, o_frag, scale_log2);
       else softmax.exponentiate(p_frag, s_frag, scale_log2);
       pin(p_frag);
     };

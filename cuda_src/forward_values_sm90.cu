@@ -53,7 +53,7 @@ KERNEL(kThreads, 1) attention_forward_values_sm90(GRID_CONSTANT Params p) {
     const int mine = thread_index() & 7, swap = group & 1;
 #pragma unroll
     for (int c = 0; c < 8; ++c) st_shared(staged + mine * 128 + ((c ^ mine) << 4), swap ? chunks[c >> 1][(c & 1) ^ 1] : chunks[c >> 1][c & 1]);
-    sync_warp();
+    sync_warp();  // eight threads' chunks are there
 #pragma unroll
     for (int turn = 0; turn < 8; ++turn) {
       const int item_of_chunk = item - mine + turn;

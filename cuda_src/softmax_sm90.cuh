@@ -118,6 +118,32 @@ struct LaggingSoftmax {
     }
   }
 
+  // The same in two steps for 8 bits: S in place, while a product still reads P, and then P.
+  template <int kCount> DEVICE void exponentiate_in_place(float (&s_frag)[kCount], float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 8)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float p[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& s = s_frag[i + e / 2 * 4 + half * 2 + e % 2];
+          const float x = s * scale_log2 - row_max[half];
+          p[e] = s = kHasPolynomial && e == 3 ? exp2_polynomial(x) : exp2_approx(x);
+        }
+        row_sum[half] += (p[0] + p[1]) + (p[2] + p[3]);
+      }
+  }
+  template <int kCount> static DEVICE void pack_e4m3_fragments(u32 (&p_frag)[kCount / 4], const float (&s_frag)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 8)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = i + half * 2;
+        p_frag[i / 4 + half] = pack_e4m3(s_frag[first], s_frag[first + 1], s_frag[first + 4], s_frag[first + 5]);
+      }
+  }
+
   // The same, right in any case. Where scores ask for a new maximum (rarely, past the first blocks), grow() decides, O is
   // multiplied here, and P computed again.
   template <int kCount, int kOutputs>

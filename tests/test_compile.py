@@ -75,7 +75,7 @@ def grid() -> tuple[Target, ...]:
                 direction, dtype, head_dim, min(head_dim, max(MATRIX.head_dims_v)), frozenset({feature} - {"plain"})
             )
             for direction, dtype, head_dim, feature in itertools.product(
-                DIRECTIONS, ("float16", "bfloat16", "float32"), MATRIX.head_dims, MATRIX.features
+                DIRECTIONS, ("float16", "bfloat16", "float32", "float8_e4m3fn"), MATRIX.head_dims, MATRIX.features
             )
             if feature != "unequal_head_dims"  # the cases have it, with head dims that are
         }
