@@ -12,10 +12,6 @@ static_assert(kBlockM == 64 * kConsumers, "64 rows a consumer");
 static_assert(kBlockN % 16 == 0, "P V reduces 16 keys at a time");
 static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDropout, "forward_sm80 has these");
 
-// What the launch gives (65536 / kThreads, in eights) moved from the producer to the consumers.
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
-
 using QTile = SlabTile<64, kHeadDim>;  // of one consumer
 using KTile = SlabTile<kBlockN, kHeadDim>;
 template <bool kTransposed> struct ValueTile { typedef SlabTile<kBlockN, kHeadDimV> Type; };
@@ -23,6 +19,12 @@ template <> struct ValueTile<true> { typedef SlabTile<kHeadDimV, kBlockN, 1, 32>
 using VTile = ValueTile<kIsE4m3>::Type;
 using OutTile = SlabTile<64, kHeadDimV, 2>;
 constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
+
+// What the launch gives (65536 / kThreads, in eights) moved from the producer to the consumers. Where S, O and P are full, what
+// the producer has is too little for working out its next tile; a consumer that spills would wait for every product at once.
+constexpr bool kFull = kScores + kOutputs + kScores / kInRegister > 200;
+constexpr int kProducerRegisters = kConsumers == 2 ? (kFull ? 24 : 40) : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? (kFull ? 240 : 232) : kConsumers == 3 ? 160 : 112;
 
 // A tile of work, decoded by the producer. head < 0: there is no more.
 struct alignas(64) Work {

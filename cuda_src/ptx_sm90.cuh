@@ -20,16 +20,6 @@ DEVICE float unpack_e4m3(u8 bits) {
 // Four of the eight bytes of low and high, by the nibbles of the selector.
 DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
-DEVICE float maximum_or_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-DEVICE float minimum_or_nan(float a, float b) {
-  float r;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
 
 // ---- roles ----
 // The value of lane 0, which the compiler then knows to be the same in the whole warp.

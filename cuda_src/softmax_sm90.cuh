@@ -13,7 +13,6 @@
 // as exact as the scores, and what rounding does to P does not add up.
 #pragma once
 #include "mask.cuh"
-#include "ptx_bits.cuh"
 #include "ptx_sm90.cuh"
 #include "softmax.cuh"
 
@@ -27,17 +26,6 @@ constexpr float kLowest = -3.4028234e38f;  // no maximum yet; finite, so that -i
 template <int kCount> DEVICE void scale_rows(float (&acc)[kCount], const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= factor[i >> 1 & 1];
-}
-
-// 2^x from products: x in [-127, 127], beyond that as at its ends, where the lower one gives 0. Error 2.6e-6 of it, the least of
-// that degree. The unit for exp2 does 16 a clock, which in 8 bits is as slow as the products around it: it gets three of four.
-constexpr bool kHasPolynomial = kIsE4m3;
-DEVICE float exp2_polynomial(float x) {
-  constexpr float kWhole = 12582912.f + 127.f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, in its last bits
-  x = minimum_or_nan(maximum_or_nan(x, -127.f), 127.f);
-  const float whole = x + kWhole, f = x - (whole - kWhole);
-  const float p = 0.99999926f + f * (0.69312181f + f * (0.24024745f + f * (0.05591786f + f * 0.0095701017f)));
-  return p * float_of(bits_of(whole) << 23);
 }
 
 struct LaggingSoftmax {
@@ -80,31 +68,21 @@ struct LaggingSoftmax {
     return true;
   }
 
-  // S -> P, the A operand of the next product. Returns whether that was right without a look at the scores before: if `allowed`
-  // holds all of their p together, or in 8 bits the most of any four of them, none asks for a new maximum.
+  // S -> P, the A operand of the next product.
   template <int kCount>
-  DEVICE bool exponentiate(u32 (&p_frag)[kCount / kInRegister], const float (&s_frag)[kCount], float scale_log2,
-                           const float (&allowed)[2] = {0.f, 0.f}) {
+  DEVICE void exponentiate(u32 (&p_frag)[kCount / kInRegister], const float (&s_frag)[kCount], float scale_log2) {
     if constexpr (kIsE4m3) {
-      float most[2] = {0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < kCount; i += 8)  // the keys of a row in two fragments, see values_sm90.cuh
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float p[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float x = s_frag[i + e / 2 * 4 + half * 2 + e % 2] * scale_log2 - row_max[half];
-            p[e] = kHasPolynomial && e == 3 ? exp2_polynomial(x) : exp2_approx(x);
-          }
-          const float four = (p[0] + p[1]) + (p[2] + p[3]);
-          row_sum[half] += four;
-          most[half] = maximum(most[half], four);
+          for (int e = 0; e < 4; ++e) p[e] = exp2_approx(s_frag[i + e / 2 * 4 + half * 2 + e % 2] * scale_log2 - row_max[half]);
+          row_sum[half] += (p[0] + p[1]) + (p[2] + p[3]);
           p_frag[i / 4 + half] = pack_e4m3(p[0], p[1], p[2], p[3]);
         }
-      return most[0] <= allowed[0] && most[1] <= allowed[1];
     } else {
-      const float before[2] = {row_sum[0], row_sum[1]};
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
         const int half = i >> 1 & 1;
@@ -114,43 +92,17 @@ struct LaggingSoftmax {
         row_sum[half] += odd;
         p_frag[i / 2] = pack<kIsBf16>(even, odd);
       }
-      return row_sum[0] <= before[0] + allowed[0] && row_sum[1] <= before[1] + allowed[1];  // not where a sum is NaN
     }
   }
 
-  // The same in two steps for 8 bits: S in place, while a product still reads P, and then P.
-  template <int kCount> DEVICE void exponentiate_in_place(float (&s_frag)[kCount], float scale_log2) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 8)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float p[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& s = s_frag[i + e / 2 * 4 + half * 2 + e % 2];
-          const float x = s * scale_log2 - row_max[half];
-          p[e] = s = kHasPolynomial && e == 3 ? exp2_polynomial(x) : exp2_approx(x);
-        }
-        row_sum[half] += (p[0] + p[1]) + (p[2] + p[3]);
-      }
-  }
-  template <int kCount> static DEVICE void pack_e4m3_fragments(u32 (&p_frag)[kCount / 4], const float (&s_frag)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 8)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int first = i + half * 2;
-        p_frag[i / 4 + half] = pack_e4m3(s_frag[first], s_frag[first + 1], s_frag[first + 4], s_frag[first + 5]);
-      }
-  }
-
-  // The same, right in any case. Where scores ask for a new maximum (rarely, past the first blocks), grow() decides, O is
-  // multiplied here, and P computed again.
+  // The same without a look at the scores before: none of them asks for a new maximum if all of their p together do not.
+  // Where they do (rarely, past the first blocks), grow() decides, O is multiplied here, and P computed again.
   template <int kCount, int kOutputs>
   DEVICE void speculate(u32 (&p_frag)[kCount / kInRegister], float (&s_frag)[kCount], float (&o_frag)[kOutputs], float scale_log2) {
     const float before[2] = {row_sum[0], row_sum[1]};
-    const float allowed[2] = {largest_p(0), largest_p(1)};
-    const bool stays = exponentiate(p_frag, s_frag, scale_log2, allowed);
+    const float allowed[2] = {row_sum[0] + largest_p(0), row_sum[1] + largest_p(1)};
+    exponentiate(p_frag, s_frag, scale_log2);
+    const bool stays = row_sum[0] <= allowed[0] && row_sum[1] <= allowed[1];  // not where a sum is NaN
     if (!vote_any(!stays)) return;
     const float after[2] = {row_sum[0], row_sum[1]};
     float factor[2];

@@ -20,8 +20,6 @@ DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
   return result;
 }
 
-DEVICE float maximum_or_nan(float a, float b) { return a != a ? a : b != b ? b : maximum(a, b); }
-DEVICE float minimum_or_nan(float a, float b) { return a != a ? a : b != b ? b : fminf(a, b); }
 
 // ---- roles ----
 DEVICE int uniform(int value, SITE) { return static_cast<int>(emulation::shfl(static_cast<u32>(value), 0, site)); }
