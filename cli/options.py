@@ -38,7 +38,9 @@ def dtype(help: str, of_kernels: bool = False):
 def must_be_of_models(dtype: str | None) -> None:
     """Refuse a dtype of kernels alone where a model is named."""
     if dtype in EIGHT_BITS.values():
-        raise click.UsageError(f"--dtype {dtype} is about kernels alone: a model's q, k and v never have it; leave MODEL out")
+        raise click.UsageError(
+            f"--dtype {dtype} is about kernels alone: a model's q, k and v never have it; leave MODEL out"
+        )
 
 
 class _Device(click.ParamType):

@@ -43,7 +43,9 @@ def check(
         if tensor.dim() != rank:
             problems.append(f"{name} has shape {_shape(tensor)}; {layout} is needed")
         if tensor.dtype not in FLOATING:
-            problems.append(f"{name} has dtype {tensor.dtype}; one of float16, bfloat16, float32, float64, float8_e4m3fn is needed")
+            problems.append(
+                f"{name} has dtype {tensor.dtype}; one of float16, bfloat16, float32, float64, float8_e4m3fn is needed"
+            )
         if tensor.device != q.device:
             problems.append(f"{name} is on {tensor.device}, q on {q.device}; all must be on one device")
     if problems:
@@ -168,13 +170,17 @@ def _check_eight_bits(problems: list[str], q, k, v, batch: int, sinks, descales)
     if any(eight):
         for name, tensor in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
             if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-                problems.append(f"{name} requires a gradient, and attention in 8 bits has a forward only; pass {name}.detach()")
+                problems.append(
+                    f"{name} requires a gradient, and attention in 8 bits has a forward only; pass {name}.detach()"
+                )
     target = (batch, k.shape[-2])
     for name, factors in descales.items():
         if factors is None:
             continue
         if not all(eight):
-            problems.append(f"{name} belongs to q, k and v in float8_e4m3fn, and {name[0]} is {q.dtype}; scale {name[0]} itself")
+            problems.append(
+                f"{name} belongs to q, k and v in float8_e4m3fn, and {name[0]} is {q.dtype}; scale {name[0]} itself"
+            )
         elif factors.dtype != torch.float32 or not _broadcasts(tuple(factors.shape), target):
             problems.append(
                 f"{name} is {factors.dtype} {_shape(factors)}; float32 that broadcasts to [batch, num_heads_kv] = {list(target)} is needed"

@@ -346,12 +346,12 @@ def speed_table(report: dict) -> str:
         shape = timing["shape"]
         key = (shape["head_dim"], "causal" if shape["causal"] else "full", shape["seqlen"])
         cells.setdefault(key, {}).setdefault(timing["variant"], {})[timing["direction"]] = timing["tflops"]
-    variants = list(dict.fromkeys(timing["variant"] for timing in report["timings"]))
+    variants, kinds = (list(dict.fromkeys(t[key] for t in report["timings"])) for key in ("variant", "direction"))
     columns = ["head_dim, mask, seqlen", *variants, "against the best of the others", "of the matrix product"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
     def both(row: dict, figure) -> str:
-        return " / ".join(figure(row, direction) for direction in row["flashpatch"])
+        return " / ".join(figure(row, direction) for direction in kinds)
 
     def best(row: dict, direction: str) -> float:
         return max(

@@ -110,7 +110,9 @@ def _case(device: Device, dtype: str, bucket: int, features: frozenset[str], num
     # says nothing of what the next few rows would show.
     batch = 8 if sizes[number % len(sizes)][0] == 1 and "varlen" not in features else 2
     step = planning.head_dim_step(dtype)
-    smaller = planning.support().bucket(bucket - step) == bucket and (padded or (device.backend != "gpu" and number % 2))
+    smaller = planning.support().bucket(bucket - step) == bucket and (
+        padded or (device.backend != "gpu" and number % 2)
+    )
     return Case(
         _problem(dtype, bucket - step if smaller else bucket, features),
         batch,

@@ -140,7 +140,9 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     Raises TypeError for 8 bits, which have no gradients.
     """
     if q.dtype.itemsize == 1:
-        raise TypeError(f"flashpatch attention of {q.dtype} has a forward only; for gradients pass q, k and v in bfloat16")
+        raise TypeError(
+            f"flashpatch attention of {q.dtype} has a forward only; for gradients pass q, k and v in bfloat16"
+        )
     work = _Work(q, k, v, call, (out, logsumexp))
     contain = work.masked and not work.known_finite(q, k, v, dout)
     keep_scale = work.keep_scale

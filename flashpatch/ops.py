@@ -70,7 +70,7 @@ def expanded(call: Call, q, k) -> Call:
     if call.alibi_slopes is not None:
         call.alibi_slopes = call.alibi_slopes.float().contiguous().expand(batch, q.shape[-2])
     if call.sinks is not None:
-        call.sinks = call.sinks.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+        call.sinks = call.sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
     if q.dim() == 4:
         batch, seqlen_q, heads, _ = q.shape
         shape = (batch, heads, seqlen_q, k.shape[1])

@@ -77,10 +77,14 @@ def markdown(matrix: planning.Matrix) -> str:
             lines[-1] += f" On {title} only {' and '.join(here)}."
     for dtype in scaled:
         cells = [cell for cell in matrix.cells.values() if cell.dtype == dtype]
-        titles = " and ".join(title for name, title in matrix.generations.items() if any(c.generation == name for c in cells))
+        titles = " and ".join(
+            title for name, title in matrix.generations.items() if any(c.generation == name for c in cells)
+        )
         dims = ", ".join(map(str, sorted({cell.head_dim for cell in cells})))
         step = planning.head_dim_step(dtype)
-        lines[-1] += f" {dtype} with factors per head: the forward on {titles}, padded to head dims {dims}; every multiple of {step}."
+        lines[-1] += (
+            f" {dtype} with factors per head: the forward on {titles}, padded to head dims {dims}; every multiple of {step}."
+        )
     lines[-1] += f" Largest head dims, forward / backward: {_largest_head_dims(matrix)}."
     together = [
         f"{' + '.join(sorted(names))}{'' if len(directions) == 2 else f' in the {min(directions)}'} ({reason})"

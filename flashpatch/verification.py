@@ -213,8 +213,9 @@ def _expected(case: Case, inputs: Inputs, upcast: bool, backward: bool) -> dict[
     """The reference's outputs and gradients, in fp64 or as eager PyTorch in the inputs' dtype."""
     # what no row sees does not matter to the definition, so the reference need not bear NaN there
     names = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **{n: inputs.keywords.get(n) for n in ("bias", "sinks")}}
+    wide = torch.float64 if upcast else None
     leaves = {
-        name: tensor.double().nan_to_num(0.0).to(torch.float64 if upcast else tensor.dtype).detach().requires_grad_(backward)
+        name: tensor.double().nan_to_num(0.0).to(wide or tensor.dtype).detach().requires_grad_(backward)
         for name, tensor in names.items()
         if tensor is not None
     }

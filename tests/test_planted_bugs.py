@@ -46,7 +46,7 @@ class Case:
     deterministic: bool = False
     softcap: float = 0.0
     dropout_p: float = 0.0
-    growing: float = 0  # each key block the kernel comes to scores higher than the one before: far with 1, little with 0.02
+    growing: float = 0  # key blocks score higher the later the kernel comes to them: far with 1, little with 0.02
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
     multiprocessors: int = 2
     one_tile: bool = False  # a CTA ends after one: the emulator runs them in turn, so the first would take all
@@ -161,11 +161,21 @@ HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_GROWING = hopper("forward_sm90", growing=1, seqlen_q=70, seqlen_k=440, heads=1)
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_EIGHT = hopper(
-    "forward_sm90", dtype=torch.float8_e4m3fn, head_dim=112, head_dim_v=112, heads_kv=2, features=frozenset(("varlen", "descales"))
+    "forward_sm90",
+    dtype=torch.float8_e4m3fn,
+    head_dim=112,
+    head_dim_v=112,
+    heads_kv=2,
+    features=frozenset(("varlen", "descales")),
 )
 HOPPER_EIGHT_GROWING = replace(HOPPER_GROWING, dtype=torch.float8_e4m3fn, head_dim=48, head_dim_v=48, growing=0.02)
 HOPPER_EIGHT_WINDOW = hopper(
-    "forward_sm90", dtype=torch.float8_e4m3fn, head_dim=64, head_dim_v=64, window=(30, 0), features=frozenset(("nan_before", "descales"))
+    "forward_sm90",
+    dtype=torch.float8_e4m3fn,
+    head_dim=64,
+    head_dim_v=64,
+    window=(30, 0),
+    features=frozenset(("nan_before", "descales")),
 )
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
 HOPPER_ORDERED = hopper(
