@@ -13,10 +13,11 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.f
 
 def check(
     q, k, v, *, causal, softmax_scale, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, cu_seqlens_q,
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, descales, on_decline,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline, descales=None,
 ) -> list[str]:  # fmt: skip
     """Everything wrong with one call's arguments, each with its value and what is allowed; empty when nothing is."""
     problems: list[str] = []
+    descales = descales or {}
     _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, on_decline)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is not None and (not isinstance(length, _INTEGERS) or isinstance(length, bool)):

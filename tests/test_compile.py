@@ -35,13 +35,14 @@ REGISTERS = 65536
 # What a user waits at the first call. A loaded machine may take four times as long before a test fails.
 SECONDS, SLACK = 3.0, 4.0
 WORKERS = 2
-# kernel -> instructions without which it is not the kernel it was written to be
+# kernel, or kernel and dtype -> instructions without which it is not the kernel it was written to be
 INSTRUCTIONS = {
     "forward_sm80": {"HMMA"},
     "backward_sm80": {"HMMA"},
     "forward_sm75": {"HMMA"},
     "backward_sm75": {"HMMA"},
     "forward_sm90": {"HGMMA", "UTMALDG"},
+    ("forward_sm90", "float8_e4m3fn"): {"QGMMA", "UTMALDG", "UBLKCP"},
     "backward_sm90": {"HGMMA", "UTMALDG"},
     "backward_wide_sm90": {"HGMMA", "UTMALDG"},
 }
@@ -290,7 +291,8 @@ def instruction_faults(done: Build) -> list[str]:
     """What the disassembly has that it should not, and lacks."""
     config = done.target.config
     found = []
-    if lacking := INSTRUCTIONS.get(config.kernel, set()) - done.instructions:
+    of_kernel = INSTRUCTIONS.get(config.kernel, set())
+    if lacking := INSTRUCTIONS.get((config.kernel, config.dtype), of_kernel) - done.instructions:
         found.append(f"no {' and no '.join(sorted(lacking))} instruction")
     # the matrix says none spills, so nothing may live in local memory: no array indexed at run time either
     local = LOCAL_MEMORY & done.instructions
