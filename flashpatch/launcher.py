@@ -365,11 +365,15 @@ def _tile_counters(device: Device) -> tuple[torch.Tensor, bytes]:
     """Two zeroed words that a persistent kernel takes its tiles from, and zeroes again, one pair per stream; and their
     address as the argument has it.
 
-    A captured graph gets its own, zeroed by the graph itself, because it may be replayed beside eager calls.
+    A captured graph gets its own, zeroed by the graph itself, because it may be replayed beside eager calls. The
+    default stream, 0, cannot be captured (CUDA driver API, cuStreamBeginCapture), which spares the question.
     """
-    if device.backend == "emulated" or torch._C._cuda_isCurrentStreamCapturing():
+    if device.backend == "emulated":
         return _new_counters(device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream and torch._C._cuda_isCurrentStreamCapturing():
+        return _new_counters(device)
+    key = (device.index, stream)
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = _new_counters(device)
