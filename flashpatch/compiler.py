@@ -1,6 +1,6 @@
 """From a Config to a loaded CUDA function: sources + constants -> cubin (NVRTC, cached on disk) -> CuPy.
 
-Only this module and `launcher` import CuPy, and only when something is compiled. Nothing here needs a GPU
+Only this module and `kernel_launch` import CuPy, and only when something is compiled. Nothing here needs a GPU
 except `load`.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from . import launcher, planning
+from . import kernel_sets, planning
 from .cases import cases
 from .problem import Decline, Device, Problem
 from .verification import KernelReport, strain
@@ -137,7 +137,7 @@ def _fault(cell: planning.Cell, source: Path) -> str:
         decision = planning.resolve(problem, device)
         if isinstance(decision, Decline) or decision.config.kernel != cell.kernel:
             return f"{entry['case']} no longer runs on {cell.kernel}"
-        if launcher.digest(decision.config) != entry["digest"]:
+        if kernel_sets.digest(decision.config) != entry["digest"]:
             return f"what is compiled for {entry['case']} has changed since"
     return ""
 

@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from . import launcher
+from .kernel_launch import Kernel
 from .pair_planning import PairPlan, shared_memory
 
 # In the order of struct PairParams in cuda_src/params_pairwise.cuh.
@@ -91,7 +91,7 @@ class _Launch:
             self.plan.problem.scale,
         )  # fmt: skip
         config = self.plan.config
-        kernel = launcher.kernel(self.plan.device, config, config.kernel, shared_memory(config))
+        kernel = Kernel(self.plan.device, config, config.kernel, shared_memory(config))
         kernel.launch(self.row_blocks * self.splits * self.batch * self.parts, argument, tensors.values())
 
     def run_gradient(self, **terms) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,18 @@ from typing import Annotated
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import compiler, emulator, execution, launcher, model_verification, planning, reference, tolerance
+from . import (
+    compiler,
+    emulator,
+    execution,
+    kernel_launch,
+    kernel_sets,
+    launcher,
+    model_verification,
+    planning,
+    reference,
+    tolerance,
+)
 from .cases import Case, Inputs, cases, claimed, make_inputs
 from .problem import SCALED, Config, Decline, Device, Plan, Problem
 
@@ -91,23 +102,23 @@ def run_case(case: Case, device: Device, seed: int) -> CaseResult:
     """Run one case forward and, where the matrix has it, backward, and compare with the reference."""
     started = time.perf_counter()
     plans = [plan for plan in plans_of(case.problem, device) if isinstance(plan, Plan)]
-    configs = [config for plan in plans for config in launcher.configs(plan.config)]
+    configs = [config for plan in plans for config in kernel_sets.configs(plan.config)]
     checks, launches, error = [], Counter(), ""
     if device.backend == "compiled":
         error = _compile_all(configs, device)
     else:
-        before = Counter(launcher.launched)
+        before = Counter(kernel_launch.launched)
         try:
             checks = _compare(case, device, seed, plans)
         except FAILURES as failure:
             error = str(failure)
-        launches = Counter(launcher.launched) - before
+        launches = Counter(kernel_launch.launched) - before
     return CaseResult(
         case.name,
         seed,
         device.backend,
         sorted(cell for plan in plans for cell in plan.cells),
-        {plan.config.kernel: launcher.digest(plan.config) for plan in plans},
+        {plan.config.kernel: kernel_sets.digest(plan.config) for plan in plans},
         dict(launches),
         checks,
         time.perf_counter() - started,
@@ -416,7 +427,7 @@ def _building(wanted: list[Case], device: Device) -> Iterator[Callable[[Case], N
 
     def configs(case: Case) -> list[Config]:
         plans = [plan for plan in plans_of(case.problem, device) if isinstance(plan, Plan)]
-        return [config for plan in plans for config in launcher.configs(plan.config)]
+        return [config for plan in plans for config in kernel_sets.configs(plan.config)]
 
     with ThreadPoolExecutor(max(2, min(os.cpu_count() or 2, 16))) as pool:
         needed = dict.fromkeys(config for case in wanted for config in configs(case))

@@ -23,7 +23,7 @@ from pathlib import Path
 import nvrtc
 import pytest
 
-from flashpatch import cases, compiler, launcher, planning
+from flashpatch import cases, compiler, kernel_sets, planning
 from flashpatch.problem import DIRECTIONS, Config, Plan, Problem
 
 MATRIX = planning.support()
@@ -87,7 +87,7 @@ def grid() -> tuple[Target, ...]:
         for problem in sorted(problems, key=_order):
             plan = planning.resolve(problem, device)
             if isinstance(plan, Plan):
-                for config in launcher.configs(plan.config):
+                for config in kernel_sets.configs(plan.config):
                     targets[Target(config, compiler.arch(config, device), device.shared_memory)] = None
     return tuple(targets)
 

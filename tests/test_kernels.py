@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashpatch
-from flashpatch import cases, counting, emulator, launcher, planning, reference, tile_counts, verification
+from flashpatch import cases, counting, emulator, kernel_sets, launcher, planning, reference, tile_counts, verification
 from flashpatch.call import Call
 from flashpatch.problem import Plan, Problem
 
@@ -39,7 +39,7 @@ def plans(case, device):
 
 
 def builds(case, device):
-    return {config for plan in plans(case, device) for config in launcher.configs(plan.config)}
+    return {config for plan in plans(case, device) for config in kernel_sets.configs(plan.config)}
 
 
 def facts(case, device):
@@ -52,7 +52,7 @@ def facts(case, device):
     for plan in plans(case, device):
         config = plan.config
         head_dim = max(config.head_dim, config.head_dim_v)
-        found |= {(part.kernel, case.problem.dtype) for part in launcher.configs(config)}
+        found |= {(part.kernel, case.problem.dtype) for part in kernel_sets.configs(config)}
         found |= {(config.kernel, feature) for feature in case.problem.features or {"plain"}}
         found |= {(plan.problem.direction, head_dim), (config.kernel, config.num_warps)}
         if device is HOPPER and config.kernel.endswith("sm90"):  # tiles and registers are dealt out anew for each
@@ -85,7 +85,7 @@ def expected_launches(case, device):
     expected = Counter()
     for plan in plans(case, device):
         runs = 2 if plan.problem.direction == "backward" and "deterministic" in case.problem.features else 1
-        for config in launcher.configs(plan.config):
+        for config in kernel_sets.configs(plan.config):
             by_keys = plan.problem.direction == "backward" and config is plan.config  # one block for keys, not queries
             if keys if by_keys else rows:
                 expected[config.kernel] += runs

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashpatch import compiler, emulator, execution, launcher, planning, support_table
+from flashpatch import compiler, emulator, execution, kernel_sets, planning, support_table
 from flashpatch.planning import MatrixError, load_matrix, resolve, shared_memory
 from flashpatch.problem import DIRECTIONS, DTYPES, Decline, DeclinedError, Device, Plan, Problem, Reason
 
@@ -85,7 +85,7 @@ def test_no_config_exceeds_its_generation(capability):
     """
     seen = set()
     for device, main in configs_on(capability):
-        for config in launcher.configs(main):
+        for config in kernel_sets.configs(main):
             seen.add(config)
             assert shared_memory(config) <= device.shared_memory, (compiler.name(config), device.name)
             threads = 32 * config.num_warps
@@ -302,7 +302,7 @@ def test_fp32_declines_only_what_exceeds_shared_memory(features):
                 assert {reason.code for reason in answer.reasons} <= {"shared_memory", "head_dim"}, str(answer)
             else:
                 assert isinstance(answer, Plan), (device.name, str(answer))
-                assert {c.dtype for c in launcher.configs(answer.config)} == {"float32"}
+                assert {c.dtype for c in kernel_sets.configs(answer.config)} == {"float32"}
 
 
 def test_fp32_has_no_wider_bias():
@@ -392,8 +392,8 @@ def test_excluded_pairs_decline_with_their_reason(monkeypatch):
 
 def test_a_plan_names_every_kernel_it_launches():
     plan = resolve(Problem("backward", "bfloat16", 64, 64), planning.gpu("h200"))
-    kernels = [config.kernel for config in launcher.configs(plan.config)]
-    assert kernels == list(launcher.launches(plan.config)) and len(kernels) == 3
+    kernels = [config.kernel for config in kernel_sets.configs(plan.config)]
+    assert kernels == list(kernel_sets.launches(plan.config)) and len(kernels) == 3
 
 
 def test_errors_cross_processes():

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo  # the first dispatch mode imports it, which must not happen while a test replaces torch.device
 import yaml
 
-from flashpatch import cases, compiler, evidence, fallback, launcher, planning, verification
+from flashpatch import cases, compiler, evidence, fallback, kernel_launch, launcher, planning, verification
 from flashpatch.arguments import check as check_arguments
 from flashpatch.problem import Plan, Problem
 
@@ -126,7 +126,7 @@ def kernels(monkeypatch):
 
         def _done(self, plan, names, tensors):
             if self.counted:
-                launcher.launched[plan.config.kernel] += 1
+                kernel_launch.launched[plan.config.kernel] += 1
             changed = [
                 tensor if tensor is None or name not in self.spoiled else self.spoiled[name](tensor.clone())
                 for name, tensor in zip(names, tensors, strict=True)
