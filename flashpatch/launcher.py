@@ -57,8 +57,8 @@ class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
     __slots__ = (
-        "after", "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "plan", "records", "rest", "tma",
-        "varlen",
+        "after", "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "optional", "plan", "records",
+        "rest", "tma", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
@@ -79,8 +79,9 @@ class Forward:
         elif planning.takes_value_tiles(plan.config):
             self.records = ValueTiles(plan, shapes, k)
         self.tma = takes_maps(plan.config)
-        bare = call.is_plain() and self.records is None
-        self.after = self._after_results(optional_pointers(call), NO_RECORDS) if bare else None
+        self.optional = optional_pointers(call) if call.is_plain() else None
+        bare = self.optional is not None and self.records is None
+        self.after = self._after_results(self.optional, NO_RECORDS) if bare else None
         # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
         self.inputs: dict[tuple, bytes] = {}
         if self.tma:  # persistent: one CTA per multiprocessor takes tiles from a counter
@@ -117,7 +118,8 @@ class Forward:
                 bits, flags = self.mask.workspace()
             if self.records is not None:
                 room, records = self.records.workspace()
-            after = self._after_results(optional_pointers(call, mask_bits=bits, mask_flags=flags), records)
+            optional = self.optional or optional_pointers(call, mask_bits=bits, mask_flags=flags)
+            after = self._after_results(optional, records)
         if self.tma:
             counters, address = _tile_counters(self.plan.device)
         argument = b"".join((inputs, results, after, address))
