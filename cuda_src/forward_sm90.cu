@@ -151,6 +151,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   };
   const auto take_turn = [&] { barrier_sync(kTurn + consumer, 256); };
   const auto pass_turn = [&] { barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256); };
+  float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
   // The tile before, while its O lies in shared memory.
@@ -178,8 +179,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     if (uniform(ld_shared<Work>(slot).head) < 0) break;
     rings.q.position = rings.work.position * kConsumers + consumer;
     const Operand q{q_operand + rings.q.stage() * (kQStageBytes >> 4)};
-    const float scale_log2 =
-        kTransformsScores ? 1.f : score_scale(p, ld_shared<Work>(slot).sequence.batch, ld_shared<Work>(slot).head) * kLog2e;
+    if constexpr (kIsE4m3 && !kTransformsScores)
+      scale_log2 = score_scale(p, ld_shared<Work>(slot).sequence.batch, ld_shared<Work>(slot).head) * kLog2e;
 
     float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
     u32 p_frag[kScores / kInRegister];  // P of the block before, the A operand of P V
