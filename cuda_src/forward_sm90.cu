@@ -31,15 +31,19 @@ DEVICE int missing_rows(const Sequence& s) {
 // Heads that are worked on together: as many as keep K and V in this much of the 50 MB of L2 (8192 tokens, causal, head dim
 // 256: 779 TFLOP/s, with all heads at once 754).
 constexpr i64 kL2Bytes = 32 << 20;
+// Short sequences: two tiles a CTA. With more heads a section begins with tiles that all wait for memory, and ends with tiles that find
+// K and V in L2 (512 tokens, causal, head dim 128: 340 TFLOP/s, as many as fit 318; at 2048 no faster, at 8192 1% slower).
+constexpr int kShortKeys = 1024;
 
 DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const Params& p = params.common;
   const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
   const u32 tiles = (u32)p.m_blocks * rows;
   const auto take_tile = [&] { return atomic_add_global(params.tile_counters, 1) + grid_size(); };
+  const u32 together = p.seqlen_k <= kShortKeys && !p.cu_seqlens_q ? 2 * grid_size() : tiles;  // tiles of a section, at most
   u32 index = block_index();
   while (index < tiles) {
-    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows)
+    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows, together)
                                    : position_of(index, p.m_blocks, p.num_heads_q);
     if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
     const Sequence s = sequence_of(p, position.batch);
@@ -147,6 +151,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   };
   const auto take_turn = [&] { barrier_sync(kTurn + consumer, 256); };
   const auto pass_turn = [&] { barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256); };
+  float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
   // The tile before, while its O lies in shared memory.
@@ -174,8 +179,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     if (uniform(ld_shared<Work>(slot).head) < 0) break;
     rings.q.position = rings.work.position * kConsumers + consumer;
     const Operand q{q_operand + rings.q.stage() * (kQStageBytes >> 4)};
-    const float scale_log2 =
-        kTransformsScores ? 1.f : score_scale(p, ld_shared<Work>(slot).sequence.batch, ld_shared<Work>(slot).head) * kLog2e;
+    if constexpr (kIsE4m3 && !kTransformsScores)
+      scale_log2 = score_scale(p, ld_shared<Work>(slot).sequence.batch, ld_shared<Work>(slot).head) * kLog2e;
 
     float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
     u32 p_frag[kScores / kInRegister];  // P of the block before, the A operand of P V

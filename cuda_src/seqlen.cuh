@@ -112,17 +112,25 @@ DEVICE Position position_of(u32 index, int blocks, int heads) {
   return {(int)(index % (u32)blocks), (int)(row % (u32)heads), (int)(row / (u32)heads)};
 }
 
-// Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in
-// kL2Bytes of L2. `rows`: of m_blocks each; batch * num_heads_q, or fewer where the blocks of
-// all sequences are in one.
-template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows) {
+// Rows dealt out in sections of at most `most`, as equal as they can be: a short last one would end in tiles too long to share out
+// (causal, 2048 tokens, 128 heads in sections of 25: 553 TFLOP/s, of 32: 603).
+struct Section {
+  u32 first, rows;
+};
+DEVICE Section section_of(u32 row, u32 rows, u32 most) {
+  const u32 sections = (rows + most - 1) / most, each = rows / sections, longer = rows % sections;  // by one: the first ones
+  const u32 section = row < longer * (each + 1) ? row / (each + 1) : longer + (row - longer * (each + 1)) / each;
+  return {section * each + (section < longer ? section : longer), each + (section < longer ? 1 : 0)};
+}
+
+// Longest query block first (with a window the last ones see the most keys), over a section of heads at a time: as many as keep their K
+// and V in kL2Bytes of L2, at most so many that they have `tiles` query blocks. `rows`: of m_blocks each; batch * num_heads_q, or fewer
+// where the blocks of all sequences are in one.
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows, u32 tiles = ~0u) {
   constexpr u32 kL2Rows = kL2Bytes / ((kHeadDim + kHeadDimV) * sizeof(Element));  // of K and V
-  const u32 fitting = kL2Rows / (u32)larger(p.seqlen_k, 1);
-  const u32 group = p.num_heads_q / p.num_heads_kv;
-  const u32 wanted = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : fitting) * group;
-  const u32 section_rows = wanted < rows ? wanted : rows;
-  const u32 section = index / (section_rows * p.m_blocks), within = index % (section_rows * p.m_blocks);
-  const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;
-  const u32 row = section * section_rows + within % here;
-  return {p.m_blocks - 1 - (int)(within / here), (int)(row % p.num_heads_q), (int)(row / p.num_heads_q)};
+  const u32 fitting = kL2Rows / (u32)larger(p.seqlen_k, 1), most = tiles / p.m_blocks;
+  const u32 together = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : fitting) * (p.num_heads_q / p.num_heads_kv);
+  const Section section = section_of(index / p.m_blocks, rows, together < most ? together : most < 1 ? 1 : most);
+  const u32 within = index - section.first * p.m_blocks, row = section.first + within % section.rows;
+  return {p.m_blocks - 1 - (int)(within / section.rows), (int)(row % p.num_heads_q), (int)(row / p.num_heads_q)};
 }
