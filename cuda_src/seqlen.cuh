@@ -110,17 +110,34 @@ DEVICE Position position_of(u32 index, int blocks, int heads) {
   return {(int)(index % (u32)blocks), (int)(row % (u32)heads), (int)(row / (u32)heads)};
 }
 
-// Longest query block first (with a window the last ones see the most keys), over as many heads as keep their K and V in
-// kL2Bytes of L2. `rows`: of m_blocks each; batch * num_heads_q, or fewer where the blocks of
-// all sequences are in one.
-template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows) {
-  constexpr u32 kL2Rows = kL2Bytes / ((kHeadDim + kHeadDimV) * sizeof(Element));  // of K and V
-  const u32 fitting = kL2Rows / (u32)larger(p.seqlen_k, 1);
-  const u32 group = p.num_heads_q / p.num_heads_kv;
-  const u32 wanted = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : fitting) * group;
-  const u32 section_rows = wanted < rows ? wanted : rows;
-  const u32 section = index / (section_rows * p.m_blocks), within = index % (section_rows * p.m_blocks);
+// `rows` of `blocks` each, a section of them after the other, and in a section a block of every row after the other.
+DEVICE Position in_sections(u32 index, int blocks, int heads, u32 rows, u32 section_rows) {
+  if (section_rows > rows) section_rows = rows;
+  const u32 section = index / (section_rows * blocks), within = index % (section_rows * blocks);
   const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;
   const u32 row = section * section_rows + within % here;
-  return {p.m_blocks - 1 - (int)(within / here), (int)(row % p.num_heads_q), (int)(row / p.num_heads_q)};
+  return {(int)(within / here), (int)(row % (u32)heads), (int)(row / (u32)heads)};
+}
+
+// Of `seqlen` rows that others see or are seen by, those that blocks which run at the same time have to do with.
+DEVICE int rows_at_a_time(const Params& p, int seqlen) {
+  if (kHasWindow && p.window_left >= 0 && p.window_right >= 0 && p.window_left < seqlen && p.window_right < seqlen)
+    return smaller(seqlen, p.window_left + p.window_right + 1);
+  return larger(seqlen, 1);
+}
+
+// Longest query block first (with a window the last ones see the most keys), over as many heads as keep the K and V they read at a
+// time, `keys` of each, in kL2Bytes of L2. `rows`: of m_blocks each; batch * num_heads_q, or fewer where the blocks of all sequences
+// are in one.
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows, int keys) {
+  constexpr u32 kL2Rows = kL2Bytes / ((kHeadDim + kHeadDimV) * sizeof(Element));  // of K and V
+  const u32 fitting = kL2Rows / (u32)keys;
+  const u32 group = p.num_heads_q / p.num_heads_kv;
+  const u32 wanted = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : fitting) * group;
+  Position at = in_sections(index, p.m_blocks, p.num_heads_q, rows, wanted);
+  at.block = p.m_blocks - 1 - at.block;
+  return at;
+}
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows) {
+  return longest_first<kL2Bytes>(p, index, rows, larger(p.seqlen_k, 1));
 }
