@@ -9,7 +9,7 @@ constexpr int kChunks = kHeadDim / 8;                                     // 16-
 constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;        // lanes to a row, a power of two for the shuffles
 constexpr int kRowsPerPass = kThreads / kLanes, kPasses = kBlockM / kRowsPerPass;
 constexpr float kLog2e = 1.4426950408889634f;
-static_assert(kPasses * kRowsPerPass == kBlockM && kDqFloats % (4 * kThreads) == 0, "whole passes");
+static_assert(kPasses * kRowsPerPass == kBlockM && kPasses <= kLanes && kDqFloats % (4 * kThreads) == 0, "whole passes");
 
 DEVICE float dot(U32x4 a, U32x4 b) {
   const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
@@ -34,7 +34,7 @@ KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
   if (first >= sequence.q_length) return;
   const u32 record = record_of(p, first_query_block(p, sequence) + position.block, position.head);
 
-  // All loads first: the kernel is as fast as memory only with many of them under way.
+  // All loads first: the kernel is as fast as memory only with many of them under way, and none behind another.
   const Rows<u16> out = out_of(p, sequence, position.head);
   const Rows<const u16> dout = dout_of(p, sequence, position.head);
   const int chunk = thread_index() % kLanes, row = thread_index() / kLanes;
@@ -48,27 +48,27 @@ KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
       dout_frag[pass] = ld_global((const U32x4*)(dout.from(i).first + chunk * 8));
     }
   }
+  // Of a row's lanes one finishes each pass.
+  const int local = row + chunk * kRowsPerPass;
+  const bool finishes = chunk < kPasses, exists = finishes && first + local < sequence.q_length;
+  const i64 statistics = statistics_offset(p, sequence, position.head) + first + local;
+  const float logsumexp = exists ? ld_global(p.logsumexp + statistics) : negative_infinity();
+  const float dlogsumexp = exists && p.dlogsumexp ? ld_global(p.dlogsumexp + statistics) : 0.f;
 
   float* dq = dq_sums(p, record);
 #pragma unroll
   for (int i = 0; i < kDqFloats / (4 * kThreads); ++i) st_global((F32x4*)dq + (i * kThreads + thread_index()), F32x4{0.f, 0.f, 0.f, 0.f});
 
-  const i64 statistics = statistics_offset(p, sequence, position.head);
+  float delta = -dlogsumexp;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    float delta = dot(out_frag[pass], dout_frag[pass]);
+    float sum = dot(out_frag[pass], dout_frag[pass]);
 #pragma unroll
-    for (int lanes = kLanes / 2; lanes > 0; lanes >>= 1) delta += shfl_xor(delta, lanes);
-    if (chunk == 0) {
-      const int local = row + pass * kRowsPerPass, i = first + local;
-      float logsumexp = negative_infinity();
-      if (i < sequence.q_length) {
-        logsumexp = ld_global(p.logsumexp + statistics + i);
-        if (p.dlogsumexp) delta -= ld_global(p.dlogsumexp + statistics + i);
-        if (p.delta) st_global(p.delta + statistics + i, delta);
-      }
-      st_global(logsumexp_rows(p, record) + local, logsumexp == negative_infinity() ? -negative_infinity() : logsumexp * kLog2e);
-      st_global(negative_delta_rows(p, record) + local, i < sequence.q_length ? -delta : 0.f);
-    }
+    for (int lanes = kLanes / 2; lanes > 0; lanes >>= 1) sum += shfl_xor(sum, lanes);
+    if (chunk == pass) delta += sum;
   }
+  if (!finishes) return;
+  if (exists && p.delta) st_global(p.delta + statistics, delta);
+  st_global(logsumexp_rows(p, record) + local, logsumexp == negative_infinity() ? -negative_infinity() : logsumexp * kLog2e);
+  st_global(negative_delta_rows(p, record) + local, exists ? -delta : 0.f);
 }

@@ -32,10 +32,9 @@ DEVICE void add_in_turns(const Params& p, SharedMemory smem) {
   int step = 0;
   for (u32 parity = 0;; parity ^= 1) {
     mbarrier_wait(smem.barrier(kKFull), parity);                       // read after write: the tile is there
-    const u32 index = smem.tile();
-    if (index == kNoTile) return;
+    const KeyTask task = smem.task();
+    if (task.n_block < 0) return;
     mbarrier_arrive(smem.barrier(kKeysEmpty));
-    const KeyTask task = task_of(p, index);
     const Sequence s = sequence_of(p, task.batch);
     for (Walk walk(p, s, task); walk.left > 0; walk.next(), ++step) {
       const int warpgroup = (step & 1) ^ 1;                            // which computes it
@@ -89,8 +88,8 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const auto fresh = [&](Operand same) { return Operand{same.low + (u32)(step >> 30)}; };
   for (u32 parity = 0;; parity ^= 1) {
     mbarrier_wait(smem.barrier(kKFull), parity);                      // read after write: the tile and its K are there
-    if (uniform(smem.tile()) == kNoTile) break;
-    const KeyTask task = task_of(p, uniform(smem.tile()));
+    const KeyTask task = uniform(smem.task());
+    if (task.n_block < 0) break;
     const Sequence sequence = sequence_of(p, task.batch);
     Walk walk(p, sequence, task);
     const Scores scores = scores_of(p, sequence, walk.head);  // the same for all heads
@@ -193,8 +192,10 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
       wgmma_wait<0>();
       arrive(smem.barrier(kDoutEmpty, stage));
       arrive(smem.barrier(kQEmpty, stage));
-      if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(step - 2, true);
-      else arrive(smem.barrier(kStepDone));
+      // After the last step nothing overwrites a dS before both warpgroups have released the tile, so both compute their dQ at once.
+      if (kLast) arrive(smem.barrier(kStepDone));
+      if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(step - 2, !kLast);
+      else if (!kLast) arrive(smem.barrier(kStepDone));
       if constexpr (!kLast) issue_scores();
       previous = walk.record;
     };
@@ -220,9 +221,8 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
 
     pin(dk_frag);
     pin(dv_frag);
-    // Where the CTA stands is computed again: that costs less than holding it in registers through the main loop (uniform() keeps the
-    // compiler from finding out).
-    const KeyTask here = task_of(p, uniform(smem.tile()));
+    // Where the CTA stands is read again: that costs less than holding it in registers through the main loop.
+    const KeyTask here = uniform(smem.task());
     arrive(smem.barrier(kKeysEmpty));
     const Sequence keys = sequence_of(p, here.batch);
     const u32 record = key_record_of(p, keys, here.n_block, here.kv_head);

@@ -37,6 +37,11 @@ DEVICE void arrive(u32 barrier) {
   mbarrier_arrive(barrier);
 }
 
+// A tile: a block of keys of a key head, and the share of its query heads that one CTA goes through (Params.splits).
+struct alignas(16) KeyTask {
+  int n_block, kv_head, split, batch;  // n_block < 0: there is no more
+};
+
 struct SharedMemory {
   u32 base;
   DEVICE KeyTile k() const { return {base}; }
@@ -46,9 +51,10 @@ struct SharedMemory {
   DEVICE u32 logsumexp(int stage) const { return base + kLogsumexpOffset + stage * kStatisticsBytes; }
   DEVICE u32 negative_delta(int stage) const { return base + kDeltaOffset + stage * kStatisticsBytes; }
   DEVICE u32 barrier(int which, int stage = 0) const { return base + kBarrierOffset + which + stage * 8; }
-  // The CTA's tile; the barrier of K says that it is there, kKeysEmpty that everybody has read it.
-  DEVICE u32 tile() const { return ld_shared<u32>(base + kTileOffset); }
-  DEVICE void set_tile(u32 index) const { st_shared(base + kTileOffset, index); }
+  // The CTA's tile; the barrier of K says that it is there, kKeysEmpty that everybody has read it. Decoded once, by the producer: nobody
+  // divides between two tiles.
+  DEVICE KeyTask task() const { return ld_shared<KeyTask>(base + kTileOffset); }
+  DEVICE void set_task(const KeyTask& task) const { st_shared(base + kTileOffset, task); }
   // What every CTA does first. `tile_readers`: threads that read the tile beside the consumers.
   template <class Init> DEVICE void start(int tile_readers, const Init& init_own_barriers) const {
     if (thread_index() == 0) {
@@ -75,11 +81,7 @@ struct SharedMemory {
 
 // ---- which keys, which queries ----
 
-// A tile: a block of keys of a key head, and the share of its query heads that one CTA goes through (Params.splits).
-struct KeyTask {
-  int n_block, kv_head, split, batch;
-};
-constexpr u32 kNoTile = ~0u;
+DEVICE KeyTask uniform(const KeyTask& task) { return {uniform(task.n_block), uniform(task.kv_head), uniform(task.split), uniform(task.batch)}; }
 DEVICE u32 tile_count(const Params& p) { return (u32)p.n_blocks * (p.cu_seqlens_k ? 1 : p.batch) * p.num_heads_kv * p.splits; }
 
 // Key blocks in an order in which the CTAs that run at the same time share q, dout and dq in L2; heads are those of the shares.
@@ -94,11 +96,9 @@ DEVICE Position place_of(const Params& p, u32 index) {
   const i64 head_bytes = (i64)larger(p.seqlen_q, 1) * (kHeadDim * (2 + 2 + 4)) * p.split_heads;
   const u32 rows = (u32)(p.cu_seqlens_k ? 1 : p.batch) * heads;
   const u32 fitting = kHasWindow ? larger((int)(kL2Bytes / head_bytes), 1) : kHeadsInLockstep;
-  const u32 section_rows = fitting < rows ? fitting : rows;
-  const u32 section = index / (section_rows * p.n_blocks), within = index % (section_rows * p.n_blocks);
-  const u32 left = rows - section * section_rows, here = left < section_rows ? left : section_rows;
-  const u32 row = section * section_rows + within % here;
-  const int block = (int)(within / here);
+  const Section section = section_of(index / p.n_blocks, rows, fitting);
+  const u32 within = index - section.first * p.n_blocks, row = section.first + within % section.rows;
+  const int block = (int)(within / section.rows);
   return {kDeterministic ? p.n_blocks - 1 - block : block, (int)(row % heads), (int)(row / heads)};
 }
 DEVICE KeyTask task_of(const Params& p, u32 index) {
@@ -158,10 +158,9 @@ DEVICE RowOrigin key_origin(const Params& p, const Sequence& s, i64 stride_batch
   return origin_of(true, s.batch, s.batch * (stride_batch / stride_row), s.k_length);
 }
 
-// Loads K and V of the tile. Where it lies is computed from its number again: a producer has few registers.
-DEVICE void load_keys(const ParamsSm90& params, SharedMemory smem) {
+// Loads K and V of the tile.
+DEVICE void load_keys(const ParamsSm90& params, SharedMemory smem, const KeyTask& task) {
   const Params& p = params.common;
-  const KeyTask task = task_of(p, smem.tile());
   const Sequence s = sequence_of(p, task.batch);
   const auto load = [&](KeyTile tile, const TensorMap& map, u32 full, i64 stride_batch, i64 stride_row) {
     mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
@@ -181,10 +180,10 @@ DEVICE void produce(const ParamsSm90& params, SharedMemory smem) {
     else return atomic_add_global(params.tile_counters, 1) + grid_size();
   };
   u32 parity = 1;                                                 // of kKeysEmpty: a fresh one is empty
-  const auto hand_over = [&](u32 index) {
+  const auto hand_over = [&](const KeyTask& task) {
     mbarrier_wait(smem.barrier(kKeysEmpty), parity);              // write after read: the tile before is done with K and V
     parity ^= 1;
-    smem.set_tile(index);
+    smem.set_task(task);
   };
   int step = 0;
   u32 index = kDeterministic ? take() : block_index();
@@ -207,17 +206,17 @@ DEVICE void produce(const ParamsSm90& params, SharedMemory smem) {
     };
     Walk walk(p, s, task);
     if (walk.left == 0 && task.n_block * kBlockN < s.k_rows) {    // nobody sees these keys
-      hand_over(index);
+      hand_over(task);
       mbarrier_arrive(smem.barrier(kKFull));
       mbarrier_arrive(smem.barrier(kVFull));
     }
     for (bool first = true; walk.left > 0; walk.next(), first = false) {
       load_step(walk);
-      if (first) hand_over(index), load_keys(params, smem);
+      if (first) hand_over(task), load_keys(params, smem, task);
     }
     index = take();                                               // as late as it can be: whoever is free first goes on
   }
-  hand_over(kNoTile);
+  hand_over({-1, 0, 0, 0});
   mbarrier_arrive(smem.barrier(kKFull));
 
   // The last CTA to get here leaves the counters as it found them.

@@ -53,8 +53,8 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   int step = 0;                                                       // of all tiles; stage step % 2, phase step / 2 % 2
   for (u32 parity = 0;; parity ^= 1) {
     mbarrier_wait(smem.barrier(kKFull), parity);                        // read after write: the tile is there, and K, for S and dQ
-    if (uniform(smem.tile()) == kNoTile) break;
-    const KeyTask task = task_of(p, uniform(smem.tile()));
+    const KeyTask task = uniform(smem.task());
+    if (task.n_block < 0) break;
     const Sequence sequence = sequence_of(p, task.batch);
     Walk walk(p, sequence, task);
     const u32 record = key_record_of(p, sequence, task.n_block, task.kv_head);

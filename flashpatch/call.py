@@ -66,7 +66,7 @@ class Call:
         """All that shapes a launch beside q, k and v: scalars, and the layouts of the given tensors."""
         scalars = (
             self.softmax_scale, self.max_seqlen_q, self.max_seqlen_k, self.window_left, self.window_right,
-            self.softcap, self.dropout_p, self.deterministic,
+            self.softcap, self.dropout_p, self.deterministic, self.bias_gradient,
         )  # fmt: skip
         if self.is_plain():
             return scalars

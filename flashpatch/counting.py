@@ -27,8 +27,15 @@ class LayerCounts:
     statuses: dict[str, str] = field(default_factory=dict)  # kernel -> "verified" or "compiled"
     backends: dict[str, str] = field(default_factory=dict)  # kernel -> "gpu" or "emulated"
 
+    def called(self) -> None:
+        """Count a forward; one that runs inside a backward is activation checkpointing's recompute."""
+        if torch._C._current_graph_task_id() == -1:
+            self.calls += 1
+        else:
+            self.recomputes += 1
+
     def launched(self, plan: Plan, copies: int = 0) -> None:
-        kernel = plan.config.kernel + (" (TF32)" if plan.config.tf32 else "")
+        kernel = plan.label
         self.launches[kernel] += 1
         if copies:
             self.copies += copies
@@ -70,14 +77,6 @@ def reset_counts() -> None:
     """Set every counter to zero; warnings already given stay given."""
     for layer in layers:
         layer.reset()
-
-
-def record_call(counts: LayerCounts) -> None:
-    """Count a forward; one that runs inside a backward is activation checkpointing's recompute."""
-    if torch._C._current_graph_task_id() == -1:
-        counts.calls += 1
-    else:
-        counts.recomputes += 1
 
 
 def record_decline(layer: int, reason: Reason) -> None:

@@ -273,7 +273,8 @@ def _build_machine(texts: dict[str, str], compiler: tuple[str, ...]) -> Path:
         _run(command, "the emulator", folder)
         return Path(folder, "machine.o")
 
-    return _cached(f"machine-{_digest(_signature(compiler), sources)}.o", build)
+    with _locks.setdefault("machine", threading.Lock()):
+        return _cached(f"machine-{_digest(_signature(compiler), sources)}.o", build)
 
 
 def _build(config: Config, texts: dict[str, str]) -> Path:
@@ -492,8 +493,8 @@ def time_limit() -> float:
     return seconds
 
 
-_libraries: dict[object, _Library] = {}
-_lock = threading.Lock()
+_libraries: dict[object, _Library] = {}  # by (Config, folder), and by path
+_locks: dict[object, threading.Lock] = {}  # of what is being built, by the same keys; "machine": the machine itself
 
 
 def load(config: Config, *, seed: int | None = None, patch: Patch | None = None, folder: Path | None = None) -> Kernel:
@@ -509,13 +510,13 @@ def load(config: Config, *, seed: int | None = None, patch: Patch | None = None,
 
 def _library(config: Config, patch: Patch | None, folder: Path | None) -> _Library:
     key = (config, folder) if patch is None else None
-    with _lock:
-        if key in _libraries:
-            return _libraries[key]
-        path = _build(config, _staged(folder, patch))
-        library = _libraries.get(path)
-        if library is None:
-            library = _libraries[path] = _Library(path)
-        if key is not None:
-            _libraries[key] = library
-        return library
+    if (library := _libraries.get(key)) is None:
+        with _locks.setdefault(key, threading.Lock()):
+            if (library := _libraries.get(key)) is None:
+                path = _build(config, _staged(folder, patch))
+                with _locks.setdefault(path, threading.Lock()):
+                    if (library := _libraries.get(path)) is None:
+                        library = _libraries[path] = _Library(path)
+                if key is not None:
+                    _libraries[key] = library
+    return library

@@ -9,10 +9,10 @@ import os
 
 import torch
 
-from . import fallback, launcher, planning
+from . import fallback, launcher, planning, tensor_layouts
 from .call import Call
 from .compiler import CompileError
-from .counting import layers, record_call, record_decline, switched_on
+from .counting import layers, record_decline, switched_on
 from .emulator import BuildError
 from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
 
@@ -22,15 +22,66 @@ DTYPES = {
 # Decoding makes a new signature a step; a cache this full starts again.
 _MOST_SIGNATURES = 4096
 
-_forwards: dict[tuple, launcher.Forward | Decline] = {}
-_backwards: dict[tuple, launcher.Backward | Decline] = {}
 _failures: dict[tuple, Reason] = {}  # (kernel Config, device) that could not be built or loaded
+
+
+_NOTHING = (tensor_layouts.never, None)
+
+
+class _Prepared:
+    """What is ready to launch, or the Decline, by all that decides it: dtypes, devices, layouts and the Call's own part.
+
+    The layers of a model mostly call alike: what came last with the same Call's part is recognised by one check in C++
+    of what its tensors have, which costs a third of a key made of it.
+    """
+
+    def __init__(self):
+        self.found: dict[tuple, tuple] = {}
+        self.latest: dict[tuple, tuple] = {}
+
+    def find(self, call: Call, q, *others):
+        """What was kept for a Call on tensors with these layouts, or None."""
+        rest = self._rest(call, q)
+        alike, ready = self.latest.get(rest, _NOTHING)
+        if alike(q, *others):
+            return ready
+        found = self.found.get(self._key(rest, q, *others))
+        if found is None:
+            return None
+        self.latest[rest] = found
+        return found[1]
+
+    def keep(self, ready, call: Call, *tensors) -> None:
+        rest = self._rest(call, tensors[0])
+        on_gpu = tensors[0].get_device() >= 0  # only there nothing else may change it
+        alike = tensor_layouts.check(*tensors) if on_gpu else tensor_layouts.never
+        if len(self.found) >= _MOST_SIGNATURES:
+            self.found.clear()
+            self.latest.clear()
+        self.latest[rest] = self.found[self._key(rest, *tensors)] = alike, ready
+
+    @staticmethod
+    def _rest(call: Call, q) -> tuple:
+        dtype = q.dtype
+        return call.signature(), dtype is torch.float32 and takes_tf32(dtype)
+
+    @staticmethod
+    def _key(rest: tuple, *tensors) -> tuple:
+        on_cpu = tensors[0].get_device() < 0
+        return (
+            rest,
+            on_cpu and _switches(),
+            *((t.dtype, t.get_device(), t.shape, t.stride(), t.requires_grad) for t in tensors),
+        )
+
+
+_forwards, _backwards = _Prepared(), _Prepared()
 
 
 def forward(q, k, v, call: Call, layer: int, strict: bool, statistics: bool = True):
     """(out, logsumexp) of a checked call, by a kernel or by the fallback. Without `statistics` logsumexp may be None."""
     counts = layers[layer]
-    record_call(counts)
+    counts.called()
     ready = call.ready or prepare(q, k, v, call)
     if ready.__class__ is not Decline:
         try:
@@ -38,48 +89,39 @@ def forward(q, k, v, call: Call, layer: int, strict: bool, statistics: bool = Tr
             counts.launched(ready.plan, copies)
             return out, logsumexp
         except (CompileError, BuildError) as error:
-            ready = call.ready = _failed(_forwards, signature(q, k, v, call), ready.plan, error)
+            ready = call.ready = _failed(ready.plan, error)
+            _forwards.keep(ready, call, q, k, v)
     _declined(ready, layer, strict)
     return fallback.forward(q, k, v, call)
 
 
 def prepare(q, k, v, call: Call) -> launcher.Forward | Decline:
     """The forward of a call ready to launch, or why no kernel takes it; decided once per signature."""
-    key = signature(q, k, v, call)
-    ready = _forwards.get(key)
+    ready = _forwards.find(call, q, k, v)
     if ready is None:
         decision = decide("forward", q, k, v, call)
         ready = launcher.Forward(decision, q, k, v, call) if isinstance(decision, Plan) else decision
-        _keep(_forwards, key, ready)
+        _forwards.keep(ready, call, q, k, v)
     return ready
 
 
 def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, strict: bool):
     """(dq, dk, dv, dbias or None, dsinks or None) of a checked call."""
-    key = (*signature(q, k, v, call), dout.shape, dout.stride(), out.stride(), call.bias_gradient)
-    ready = _backwards.get(key)
+    ready = _backwards.find(call, q, k, v, dout, out)
     if ready is None:
         decision = decide("backward", q, k, v, call)
         ready = launcher.Backward(decision, dout, q, k, v, out, call) if isinstance(decision, Plan) else decision
-        _keep(_backwards, key, ready)
+        _backwards.keep(ready, call, q, k, v, dout, out)
     if ready.__class__ is not Decline:
         try:
             *gradients, copies = ready.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
             layers[layer].launched(ready.plan, copies)
             return gradients
         except (CompileError, BuildError) as error:
-            ready = _failed(_backwards, key, ready.plan, error)
+            ready = _failed(ready.plan, error)
+            _backwards.keep(ready, call, q, k, v, dout, out)
     _declined(ready, layer, strict)
     return fallback.backward(dout, dlogsumexp, q, k, v, out, logsumexp, call)
-
-
-def signature(q, k, v, call: Call) -> tuple:
-    """Everything that decides what runs and how: dtypes, devices, shapes, strides, scalars. Plain, hashable values."""
-    index = q.get_device()
-    return (
-        q.dtype, k.dtype, v.dtype, index, k.get_device(), v.get_device(), q.shape, q.stride(), k.shape, k.stride(),
-        v.shape, v.stride(), index < 0 and _switches(), takes_tf32(q.dtype), *call.signature(),
-    )  # fmt: skip
 
 
 def _switches() -> tuple:
@@ -101,12 +143,6 @@ def takes_tf32(dtype: torch.dtype) -> bool:
     if _matmul_precision is None:
         return torch.backends.cuda.matmul.allow_tf32
     return _matmul_precision("cuda", "matmul") == "tf32"
-
-
-def _keep(cache: dict, key: tuple, ready) -> None:
-    if len(cache) >= _MOST_SIGNATURES:
-        cache.clear()
-    cache[key] = ready
 
 
 # ---- deciding ----
@@ -182,11 +218,10 @@ def own_device(index: int) -> Device:
     )  # fmt: skip
 
 
-def _failed(cache: dict, key: tuple, plan: Plan, error: CompileError | BuildError) -> Decline:
+def _failed(plan: Plan, error: CompileError | BuildError) -> Decline:
     """A kernel that cannot be built or loaded here is a decline from now on, never tried again per call."""
     _failures[plan.config, plan.device] = error.reason
-    decline = cache[key] = Decline(plan.problem, (error.reason,))
-    return decline
+    return Decline(plan.problem, (error.reason,))
 
 
 def _declined(decline: Decline, layer: int, strict: bool) -> None:

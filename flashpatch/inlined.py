@@ -239,7 +239,7 @@ def _begin(module, args, kwargs) -> None:
         interface.decline(
             tag.layer, tag.strict, weight, weight, "output_attentions", "the attention weights themselves are asked for"
         )
-        counting.record_call(counting.layers[tag.layer])
+        counting.layers[tag.layer].called()
         return
     reading = Reading(module, tag, where(type(module)).product)
     reading.__enter__()

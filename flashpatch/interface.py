@@ -408,7 +408,7 @@ def _collector():
 def _with_weights(q, k, v, call: Call, layer: int):
     """Attention in plain torch, weights included: the whole score matrix, rounded where eager rounds."""
     if not torch.compiler.is_compiling():
-        counting.record_call(counting.layers[layer])
+        counting.layers[layer].called()
     groups = q.shape[2] // k.shape[2]
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

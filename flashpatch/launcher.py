@@ -47,18 +47,21 @@ INTEGERS = (
 FLOATS = ("softmax_scale", "softcap", "dropout_p")
 # In the order of struct Params in cuda_src/params.cuh.
 FIELDS = POINTERS + STRIDES + INTEGERS + FLOATS
-_POINTERS = struct.Struct(f"={len(POINTERS)}Q")
-_INPUTS = struct.Struct("=3Q")  # q, k, v
-_RESULTS = struct.Struct("=2Q")  # out, logsumexp
-_AFTER_RESULTS = struct.Struct(f"={len(POINTERS) - 5}Q")
+# The pointers in the pieces that a call packs: what a forward reads and writes, all of a backward, the call's own tensors
+# and workspaces, the records of q, k, v and dout.
+_INPUTS, _RESULTS, _ALL = (struct.Struct(f"={count}Q") for count in (3, 2, 13))
+_OPTIONAL = struct.Struct("=15Q")
+_RECORDS = struct.Struct("=4Q")
+_NO_BACKWARD = bytes(_ALL.size - _INPUTS.size - _RESULTS.size)
+_NO_RECORDS = bytes(_RECORDS.size)
 _REST = struct.Struct(f"={len(STRIDES)}q{len(INTEGERS)}i{len(FLOATS)}f")
 # struct ParamsSm90 of cuda_src/params_sm90.cuh: maps of q, k, v, out, dout, then Params, then the tile counters
 _COUNTERS = struct.Struct("=Q")
-_ARGUMENT_BYTES = 5 * tensor_maps.BYTES + _POINTERS.size + _REST.size + _COUNTERS.size
+_ARGUMENT_BYTES = 5 * tensor_maps.BYTES + 8 * len(POINTERS) + _REST.size + _COUNTERS.size
 # cuLaunchKernel's limit for gridDim.x
 _MAX_BLOCKS = 2**31 - 1
 
-_MOST_INPUTS = 1024
+_MOST_MAPS = 1024
 # The emulator runs the CTAs of a persistent grid one after another; a few are enough to share out tiles.
 _EMULATED_MULTIPROCESSORS = 3
 
@@ -144,18 +147,16 @@ class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
     __slots__ = (
-        "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "pairs", "plain", "plan", "readable", "rest",
-        "tail", "tma", "varlen",
+        "after", "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "pairs", "plan", "rest", "tma",
+        "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
         self.plan = plan
-        self.readable = all(map(_has_readable_strides, (q, k, v)))
         q, k, v = map(_readable, (q, k, v))
         out_shape = (*q.shape[:-1], v.shape[-1])
-        # One element that stands for the whole: empty_like of it costs a third of torch.empty with its keywords.
-        self.new_out = torch.empty(1, dtype=q.dtype, device=q.device).expand(out_shape)
-        self.new_statistics = torch.empty(1, dtype=torch.float32, device=q.device).expand(_statistics_shape(q, call))
+        self.new_out = _like(out_shape, q.dtype, q.device)
+        self.new_statistics = _like(_statistics_shape(q, call), torch.float32, q.device)
         self.varlen = call.cu_seqlens_q is not None
         shapes = Shapes(plan.config, q, k, call)
         self.blocks = value_parts(plan.config) * shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
@@ -163,24 +164,30 @@ class Forward:
         self.kernel = _Kernel(plan.device, plan.config)
         self.mask = _PackedMask(plan, shapes, call) if plan.config.has_mask else None
         self.pairs = _Pairs(plan, shapes, q, k, self.varlen) if planning.takes_pairs(plan.config) else None
-        self.plain = call.is_plain() and self.pairs is None
         self.tma = takes_maps(plan.config)
-        self.tail = _optional_pointers(call) + self.rest if self.plain else b""
+        bare = call.is_plain() and self.pairs is None
+        self.after = self._after_results(_optional_pointers(call), _NO_RECORDS) if bare else None
         # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
         self.inputs: dict[tuple, bytes] = {}
         if self.tma:  # persistent: one CTA per multiprocessor takes tiles from a counter
             self.blocks = min(self.blocks, plan.device.multiprocessors or _EMULATED_MULTIPROCESSORS)
 
+    def _after_results(self, optional: bytes, records: bytes) -> bytes:
+        """Params from dout on; a forward has no pointers of a backward."""
+        return b"".join((_NO_BACKWARD, optional, records, self.rest))
+
     def run(self, q, k, v, call: Call, statistics: bool = True) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """Launch. Returns out, logsumexp (None without `statistics`) and how many inputs had to be copied into a
         layout kernels read."""
-        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if not self.readable or (pointers[0] | pointers[1] | pointers[2]) & 15:
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        inputs = self.inputs.get(addresses)
+        if inputs is None:
             copied = [_readable(tensor) for tensor in (q, k, v)]
-            copies = sum(new is not old for new, old in zip(copied, (q, k, v), strict=True))
-            if copies:
+            if copies := _copies(copied, (q, k, v)):
                 out, logsumexp, _ = Forward(self.plan, *copied, call).run(*copied, call, statistics)
                 return out, logsumexp, copies
+            maps = _maps(self.plan.config, q, k, v, None, None, None) if self.tma else b""
+            inputs = _keep(self.inputs, addresses, maps + _INPUTS.pack(*addresses))
         out = torch.empty_like(self.new_out)
         logsumexp = torch.empty_like(self.new_statistics) if statistics else None
         if self.varlen:  # rows of no sequence are nobody's to write
@@ -188,22 +195,19 @@ class Forward:
             if statistics:
                 _fill_empty(logsumexp, call)
         results = _RESULTS.pack(out.data_ptr(), logsumexp.data_ptr() if statistics else 0)
-        packed_mask = (None, None) if self.mask is None else self.mask.workspace(q.device)
-        pairs, records = (None, (0, 0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
-        tail = self.tail if self.plain else _optional_pointers(call, *packed_mask, records=records) + self.rest
-        inputs = self.inputs.get(pointers)
-        if inputs is None:
-            if len(self.inputs) >= _MOST_INPUTS:
-                self.inputs.clear()
-            maps = _maps(self.plan.config, q, k, v, None, None, None) if self.tma else b""
-            inputs = self.inputs[pointers] = maps + _INPUTS.pack(*pointers)
-        tensors = (q, k, v, out, logsumexp, *packed_mask, pairs)
+        bits = flags = pairs = counters = None
+        after, address = self.after, b""
+        if after is None:
+            records = _NO_RECORDS
+            if self.mask is not None:
+                bits, flags = self.mask.workspace()
+            if self.pairs is not None:
+                pairs, records = self.pairs.workspace()
+            after = self._after_results(_optional_pointers(call, mask_bits=bits, mask_flags=flags), records)
         if self.tma:
-            counters, address = _tile_counters(q.device, self.plan.device.index)
-            tensors = (*tensors, counters)
-            argument = b"".join((inputs, results, tail, address))
-        else:
-            argument = b"".join((inputs, results, tail))
+            counters, address = _tile_counters(self.plan.device)
+        argument = b"".join((inputs, results, after, address))
+        tensors = (q, k, v, out, logsumexp, bits, flags, pairs, counters)
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, argument, tensors, call)
         if self.pairs is not None:
@@ -217,39 +221,42 @@ class Backward:
     and one after (dq from fp32); with a mask one more before, with a gradient of the bias one more after."""
 
     __slots__ = (
-        "after", "before", "bias", "blocks", "hulls", "kernel", "key_blocks", "mask", "new", "new_workspace", "pairs",
-        "plan", "query_blocks", "ragged", "readable", "rest", "shared_keys", "turns", "varlen",
+        "after", "before", "bias", "blocks", "hulls", "kernel", "key_blocks", "maps", "mask", "new", "new_turns", "optional",
+        "pairs", "plan", "query_blocks", "ragged", "rest", "shared_keys", "tma", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, dout, q, k, v, out, call: Call):
         self.plan = plan
         config = plan.config
         self.varlen = varlen = call.cu_seqlens_q is not None
-        self.ragged = (varlen, varlen or call.seqused_k is not None) if takes_maps(config) else (False, False)
-        self.readable = all(map(_has_readable_strides, (dout, q, k, v, out))) and not self._needs_whole_rows(k, v)
+        self.tma = takes_maps(config)
+        self.ragged = (varlen, varlen or call.seqused_k is not None) if self.tma else (False, False)
         dout, q, k, v, out = self._readable(dout, q, k, v, out)
         shapes = Shapes(config, q, k, call)
         self.query_blocks = shapes.m_blocks * q.shape[-2] * shapes.rows_of_blocks
         self.key_blocks = self.blocks = shapes.n_blocks * k.shape[-2] * shapes.rows_of_blocks
-        self.shared_keys = None
+        self.shared_keys = self.new_turns = None
         # query blocks with rows, at most: records of cuda_src/workspace_sm90.cuh, query_block_offset of seqlen.cuh
-        if takes_maps(config):
-            self.turns = 1 + self.query_blocks  # a word that deals out tiles, a counter per record
+        if self.tma:
+            turns = 1 + self.query_blocks  # a word that deals out tiles, a counter per record
             workspace = (self.query_blocks, config.block_m * (config.head_dim + 2))
             shapes.share_heads(splits(plan, shapes, self.key_blocks, call))
             tiles = self.key_blocks * shapes.splits
             self.blocks = min(tiles, plan.device.multiprocessors or _EMULATED_MULTIPROCESSORS)  # persistent
             if shapes.splits > 1:
-                self.turns += self.key_blocks
-                self.shared_keys = self.key_blocks, 2 * config.block_n * config.head_dim
+                turns += self.key_blocks
+                shared = (self.key_blocks, 2 * config.block_n * config.head_dim)
+                self.shared_keys = _like(shared, torch.float32, q.device)
         else:
             blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
-            self.turns = blocks * q.shape[-2]
-            workspace = (self.turns, config.block_m * config.head_dim)
-        statistics = torch.empty(1, dtype=torch.float32, device=q.device)
-        self.new_workspace = statistics.expand(workspace)
-        element = torch.empty(1, dtype=q.dtype, device=q.device)
-        self.new = *(element.expand(t.shape) for t in (q, k, v)), statistics.expand(_statistics_shape(q, call))
+            turns = blocks * q.shape[-2]
+            workspace = (turns, config.block_m * config.head_dim)
+        if config.deterministic:
+            self.new_turns = _like((turns,), torch.int32, q.device)
+        self.new = (
+            *(_like(t.shape, q.dtype, q.device) for t in (q, k, v)),
+            *(_like(shape, torch.float32, q.device) for shape in (_statistics_shape(q, call), workspace)),
+        )
         self.rest = _rest(
             shapes, call, q, k, v, out=out.stride(), dout=dout.stride(), dq=_contiguous_strides(q.shape),
             dk=_contiguous_strides(k.shape), dv=_contiguous_strides(v.shape),
@@ -260,9 +267,12 @@ class Backward:
         self.after = next(kernels[name] for name in _AFTER if name in kernels)
         self.mask = _PackedMask(plan, shapes, call) if config.has_mask else None
         self.pairs = _Pairs(plan, shapes, q, k, varlen) if planning.takes_pairs(config) else None
-        self.hulls = (shapes.batch, shapes.m_blocks, 4) if config.has_key_ranges else None
+        hulls = (shapes.batch, shapes.m_blocks, 4)
+        self.hulls = _like(hulls, torch.int32, q.device) if config.has_key_ranges else None
         wanted = config.has_bias and call.bias_gradient
         self.bias = _BiasGradient(plan, shapes, q, k, call) if wanted else None
+        self.optional = _optional_pointers(call) if call.is_plain() and self.shared_keys is None else None
+        self.maps: dict[tuple, bytes] = {}  # by the addresses they are of, all of them found readable
 
     def _needs_whole_rows(self, *tensors) -> bool:
         """Whether a ragged map, which counts in rows, cannot say where a sequence of these tensors begins."""
@@ -275,51 +285,52 @@ class Backward:
 
     def run(self, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
         """Launch. Returns dq, dk, dv, dbias or None, dsinks or None, and the number of copied inputs."""
-        inputs = (dout, q, k, v, out)
-        if not self.readable or any(tensor.data_ptr() & 15 for tensor in inputs):
-            copied = self._readable(*inputs)
-            copies = sum(new is not old for new, old in zip(copied, inputs, strict=True))
-            if copies:
+        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr()
+        maps = self.maps.get(inputs)
+        if maps is None:
+            copied = self._readable(dout, q, k, v, out)
+            if copies := _copies(copied, (dout, q, k, v, out)):
                 dout, q, k, v, out = copied
                 again = Backward(self.plan, *copied, call)
                 return *again.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)[:-1], copies
+            maps = _maps(self.plan.config, q, k, v, dout, *self.ragged) if self.tma else b""
+            _keep(self.maps, inputs, maps)
         new = torch.zeros_like if self.varlen else torch.empty_like  # rows of no sequence are nobody's to write
-        dq, dk, dv, delta = map(new, self.new)
-        dq_accum = torch.empty_like(self.new_workspace)
-        dq_turns = None
-        if self.plan.config.deterministic:
-            dq_turns = torch.zeros(self.turns, dtype=torch.int32, device=q.device)
-        dbias, dbias_accum = (None, None) if self.bias is None else self.bias.workspace(q.device)
-        packed_mask = (None, None) if self.mask is None else self.mask.workspace(q.device)
+        new_dq, new_dk, new_dv, new_delta, new_accum = self.new
+        dq, dk, dv, delta, dq_accum = new(new_dq), new(new_dk), new(new_dv), new(new_delta), torch.empty_like(new_accum)
+        dq_turns = None if self.new_turns is None else torch.zeros_like(self.new_turns)
         if dlogsumexp is not None:
             dlogsumexp = dlogsumexp.contiguous()
-        tensors = (q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum, dq_turns)
-        optional = call.pointers()
-        hulls = None if self.hulls is None else torch.empty(self.hulls, dtype=torch.int32, device=q.device)
-        dkv_accum = None
+        pointers = _ALL.pack(
+            inputs[0], inputs[1], inputs[2], inputs[3], logsumexp.data_ptr(), inputs[4], dq.data_ptr(), dk.data_ptr(),
+            dv.data_ptr(), _address(dlogsumexp), delta.data_ptr(), dq_accum.data_ptr(), _address(dq_turns),
+        )  # fmt: skip
+        bits = flags = dbias = dbias_accum = hulls = dkv_accum = pairs = counters = None
+        if self.mask is not None:
+            bits, flags = self.mask.workspace()
+        if self.bias is not None:
+            dbias, dbias_accum = self.bias.workspace()
+        if self.hulls is not None:
+            hulls = torch.empty_like(self.hulls)
         if self.shared_keys is not None:
-            dkv_accum = torch.empty(self.shared_keys, dtype=torch.float32, device=q.device)
-        pairs, records = (None, (0, 0, 0, 0)) if self.pairs is None else self.pairs.workspace(q.device)
-        own = (*packed_mask, dbias_accum, hulls, dkv_accum)
-        addresses = (
-            *map(_address, tensors),
-            *optional[:6],
-            _address(dbias),
-            *optional[6:],
-            *map(_address, own),
-            *records,
-        )
-        params = _POINTERS.pack(*addresses) + self.rest
-        tensors = (*tensors, dbias, *own, pairs)
-        argument = params
+            dkv_accum = torch.empty_like(self.shared_keys)
+        optional, records = self.optional, _NO_RECORDS
+        if optional is None:
+            optional = _optional_pointers(call, dbias, bits, flags, dbias_accum, hulls, dkv_accum)
+        if self.pairs is not None:
+            pairs, records = self.pairs.workspace()
+        params = argument = b"".join((pointers, optional, records, self.rest))
         before = after = self.query_blocks
-        if takes_maps(self.plan.config):
-            counters, address = _tile_counters(q.device, self.plan.device.index)
-            tensors = (*tensors, counters)
-            argument = _maps(self.plan.config, q, k, v, dout, *self.ragged) + params + address
+        if self.tma:
+            counters, address = _tile_counters(self.plan.device)
+            argument = b"".join((maps, params, address))
             if dkv_accum is not None:  # a block for each record, and for each 64 rows of dk or dv
                 before += self.key_blocks
                 after += self.key_blocks * self.plan.config.block_n // 32
+        tensors = (
+            q, k, v, out, logsumexp, dout, dq, dk, dv, dlogsumexp, delta, dq_accum, dq_turns, bits, flags, dbias,
+            dbias_accum, hulls, dkv_accum, pairs, counters,
+        )  # fmt: skip
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, params, tensors, call)
         self.before.launch(before, params, tensors, call)
@@ -350,23 +361,28 @@ def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool |
 _counters: dict[tuple[int, int], tuple[torch.Tensor, bytes]] = {}
 
 
-def _tile_counters(device: torch.device, index: int) -> tuple[torch.Tensor, bytes]:
+def _tile_counters(device: Device) -> tuple[torch.Tensor, bytes]:
     """Two zeroed words that a persistent kernel takes its tiles from, and zeroes again, one pair per stream; and their
     address as the argument has it.
 
-    A captured graph gets its own, zeroed by the graph itself, because it may be replayed beside eager calls.
+    A captured graph gets its own, zeroed by the graph itself, because it may be replayed beside eager calls. The
+    default stream, 0, cannot be captured (CUDA driver API, cuStreamBeginCapture), which spares the question.
     """
-    if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
+    if device.backend == "emulated":
         return _new_counters(device)
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream and torch._C._cuda_isCurrentStreamCapturing():
+        return _new_counters(device)
+    key = (device.index, stream)
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = _new_counters(device)
     return found
 
 
-def _new_counters(device: torch.device) -> tuple[torch.Tensor, bytes]:
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
+def _new_counters(device: Device) -> tuple[torch.Tensor, bytes]:
+    where = "cpu" if device.backend == "emulated" else torch.device("cuda", device.index)
+    counters = torch.zeros(2, dtype=torch.int32, device=where)
     return counters, _COUNTERS.pack(counters.data_ptr())
 
 
@@ -380,37 +396,47 @@ def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     return Backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
 
 
-def _optional_pointers(call: Call, mask_bits=None, mask_flags=None, records=(0, 0, 0, 0)) -> bytes:
-    """The pointers of a forward's Params after logsumexp: none of the backward's, the call's own tensors, the mask packed,
-    the records of q, k and v."""
-    optional, packed = call.pointers(), (_address(mask_bits), _address(mask_flags))
-    return _AFTER_RESULTS.pack(0, 0, 0, 0, 0, 0, 0, 0, *optional[:6], 0, *optional[6:], *packed, 0, 0, 0, *records)
+def _optional_pointers(
+    call: Call, dbias=None, mask_bits=None, mask_flags=None, dbias_accum=None, key_hulls=None, dkv_accum=None
+) -> bytes:
+    """The pointers of Params from cu_seqlens_q to dkv_accum: the call's own tensors, the gradient of its bias, workspaces."""
+    given, own = call.pointers(), (mask_bits, mask_flags, dbias_accum, key_hulls, dkv_accum)
+    return _OPTIONAL.pack(*given[:6], _address(dbias), *given[6:], *map(_address, own))
+
+
+def _keep(cache: dict, key: tuple, value: bytes) -> bytes:
+    """Into a cache that what does not come again cannot fill up."""
+    if len(cache) >= _MOST_MAPS:
+        cache.clear()
+    cache[key] = value
+    return value
 
 
 class _PackedMask:
     """What a boolean mask becomes before a kernel of the sm80 family reads it: cuda_src/mask_tiles.cuh."""
 
-    __slots__ = ("kernel", "tiles", "words")
+    __slots__ = ("bits", "flags", "kernel", "tiles")
 
     def __init__(self, plan: Plan, shapes: Shapes, call: Call):
         config = plan.config
         masks = math.prod(size for size, stride in zip(call.mask.shape[:2], call.mask.stride(), strict=False) if stride)
         self.tiles = masks * shapes.m_blocks * shapes.n_blocks
         threads = 32 * config.num_warps
-        self.words = self.tiles * threads * -(-config.block_m * config.block_n // (32 * threads))
+        words = self.tiles * threads * -(-config.block_m * config.block_n // (32 * threads))
+        self.bits = _like((words,), torch.int32, call.mask.device)
+        self.flags = _like((self.tiles,), torch.uint8, call.mask.device)
         self.kernel = _Kernel(plan.device, _mask_helper(config))
 
-    def workspace(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def workspace(self) -> tuple[torch.Tensor, torch.Tensor]:
         """mask_bits and mask_flags, to be filled."""
-        bits = torch.empty(self.words, dtype=torch.int32, device=device)
-        return bits, torch.empty(self.tiles, dtype=torch.uint8, device=device)
+        return torch.empty_like(self.bits), torch.empty_like(self.flags)
 
 
 class _Pairs:
     """q, k, v and dout in fp32 as a kernel of the sm80 family reads them, in pairs of fp16: cuda_src/half_pairs.cuh. As
     many bytes as they have themselves, rounded up to whole blocks and padded head dims."""
 
-    __slots__ = ("blocks", "ends", "kernel")
+    __slots__ = ("blocks", "ends", "kernel", "room")
 
     def __init__(self, plan: Plan, shapes: Shapes, q, k, varlen: bool):
         config = plan.config
@@ -429,20 +455,21 @@ class _Pairs:
             n_blocks * heads_kv * (config.block_n * record[1] + 128),
             (query_sides - 1) * m_blocks * heads_q * (config.block_m * record[1] + 128),
         )
-        self.ends = tuple(itertools.accumulate(sizes))
+        *self.ends, size = itertools.accumulate(sizes)
+        self.room = _like((size,), torch.uint8, q.device)
         self.kernel = _Kernel(plan.device, _split_helper(config))
 
-    def workspace(self, device: torch.device) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+    def workspace(self) -> tuple[torch.Tensor, bytes]:
         """Room for the records, to be filled, and where those of q, k, v and dout begin."""
-        room = torch.empty(self.ends[-1], dtype=torch.uint8, device=device)
-        first = room.data_ptr()
-        return room, (first, *(first + end for end in self.ends[:-1]))
+        room = torch.empty_like(self.room)
+        first, (k, v, dout) = room.data_ptr(), self.ends
+        return room, _RECORDS.pack(first, first + k, first + v, first + dout)
 
 
 class _BiasGradient:
     """The gradient of a bias: summed up tile by tile, then brought into the bias's order (cuda_src/bias.cuh)."""
 
-    __slots__ = ("accum", "broadcast", "dtype", "kernel", "shape", "tiles")
+    __slots__ = ("accum", "broadcast", "dbias", "kernel", "tiles")
 
     def __init__(self, plan: Plan, shapes: Shapes, q, k, call: Call):
         config = plan.config
@@ -450,18 +477,18 @@ class _BiasGradient:
         batch = shapes.batch if per_batch or config.deterministic else 1
         heads = q.shape[-2] if per_head or config.deterministic else 1
         self.tiles = batch * heads * (shapes.m_blocks if per_row else 1) * (shapes.n_blocks if per_key else 1)
-        self.accum = (self.tiles, config.block_m * config.block_n)
+        self.accum = _like((self.tiles, config.block_m * config.block_n), torch.float32, q.device)
         rows, keys = call.max_seqlen_q if per_row else config.block_m, call.max_seqlen_k if per_key else config.block_n
-        self.shape = (batch, heads, rows, keys)
+        shape = (batch, heads, rows, keys)
         self.broadcast = tuple(axis for axis, apart in enumerate((per_batch, per_head, per_row, per_key)) if not apart)
-        summed = any(self.shape[axis] > 1 for axis in self.broadcast)
-        self.dtype = torch.float32 if summed else call.bias.dtype
-        self.kernel = _Kernel(plan.device, _bias_helper(config, self.dtype == torch.float32))
+        summed = any(shape[axis] > 1 for axis in self.broadcast)
+        dtype = torch.float32 if summed else call.bias.dtype
+        self.dbias = _like(shape, dtype, q.device)
+        self.kernel = _Kernel(plan.device, _bias_helper(config, dtype == torch.float32))
 
-    def workspace(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def workspace(self) -> tuple[torch.Tensor, torch.Tensor]:
         """dbias, to be filled, and dbias_accum, zeroed."""
-        accum = torch.zeros(self.accum, dtype=torch.float32, device=device)
-        return torch.empty(self.shape, dtype=self.dtype, device=device), accum
+        return torch.empty_like(self.dbias), torch.zeros_like(self.accum)
 
     def reduced(self, dbias: torch.Tensor) -> torch.Tensor:
         """Summed over what the bias is broadcast along and kernels kept apart."""
@@ -501,6 +528,15 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     if _has_readable_strides(tensor) and not tensor.data_ptr() & 15:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _copies(readable, given) -> int:
+    return sum(new is not old for new, old in zip(readable, given, strict=True))
+
+
+def _like(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One element that stands for a tensor of this shape: empty_like of it costs a third of torch.empty with its keywords."""
+    return torch.empty(1, dtype=dtype, device=device).expand(shape)
 
 
 def _contiguous_strides(shape) -> tuple[int, ...]:
@@ -567,10 +603,10 @@ _thread = _Thread()
 class _Kernel:
     """One Config on one device, built at the first launch. A source has one entry, named after it."""
 
-    __slots__ = ("config", "device", "entry", "function", "launch_kernel", "shared", "threads")
+    __slots__ = ("config", "device", "entry", "function", "index", "launch_kernel", "name", "shared", "threads")
 
     def __init__(self, device: Device, config: Config, entry: str = "", shared: int | None = None):
-        self.device, self.config = device, config
+        self.device, self.config, self.index, self.name = device, config, device.index, config.kernel
         self.entry = entry or f"attention_{config.kernel}"
         self.threads = 32 * config.num_warps
         self.shared = shared_memory(config) if shared is None else shared
@@ -578,38 +614,36 @@ class _Kernel:
 
     def launch(self, blocks: int, argument: bytes, tensors, call: Call | None = None) -> None:
         """Launch `blocks` blocks on torch's current stream of the device, with that device current."""
-        if blocks == 0:
-            return  # CuPy would launch one block for a grid of zero
-        if blocks > _MAX_BLOCKS:
+        if not 0 < blocks <= _MAX_BLOCKS:
+            if blocks == 0:
+                return  # CuPy would launch one block for a grid of zero
             text = f"{blocks} tiles are more than one launch holds ({_MAX_BLOCKS}); split the batch"
             raise compiler.CompileError(Reason("grid", text))
         if self.device.backend == "emulated":
             emulator.load(self.config).launch(
                 self.entry, blocks, self.threads, self.shared, argument, tensors=_ranges(tensors, call)
             )
-        else:
-            self._launch_cuda(blocks, argument)
-        launched[self.config.kernel] += 1
-
-    def _launch_cuda(self, blocks: int, argument: bytes) -> None:
-        index = self.device.index
+            launched[self.name] += 1
+            return
         if not self.function:
-            from cupy_backends.cuda.api import driver
-
-            self.function = compiler.load(self.config, self.device).function(self.entry, self.shared).ptr
-            self.launch_kernel = driver.launchKernel  # CuPy's Function call takes 4 us more to arrive there
-        thread = _thread
-        thread.buffer[: len(argument)] = argument
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        if torch._C._cuda_getDevice() == index:
-            self.launch_kernel(
-                self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, thread.parameters, 0
-            )
-        else:
+            self._load()
+        index, thread = self.index, _thread
+        if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                self.launch_kernel(
-                    self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, thread.parameters, 0
-                )
+                self.launch(blocks, argument, tensors, call)
+            return
+        thread.buffer[: len(argument)] = argument
+        self.launch_kernel(
+            self.function, blocks, 1, 1, self.threads, 1, 1, self.shared, torch._C._cuda_getCurrentRawStream(index),
+            thread.parameters, 0,
+        )  # fmt: skip
+        launched[self.name] += 1
+
+    def _load(self) -> None:
+        from cupy_backends.cuda.api import driver
+
+        self.function = compiler.load(self.config, self.device).function(self.entry, self.shared).ptr
+        self.launch_kernel = driver.launchKernel  # CuPy's Function call takes 4 us more to arrive there
 
 
 def kernel(device: Device, config, entry: str, shared: int) -> _Kernel:

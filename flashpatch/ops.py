@@ -7,10 +7,13 @@ eager call goes straight to the bodies; the dispatcher's way there costs as much
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch.autograd import forward_ad
 
-from . import execution
+from . import execution, tensor_layouts
 from .arguments import check
 from .call import Call
 from .counting import DIRECT
@@ -363,12 +366,23 @@ def attention(
     if (
         bias is None and mask is None and key_ranges is None and alibi_slopes is None and sinks is None
         and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None and dropout_p == 0.0
-        and max_seqlen_q is None and max_seqlen_k is None and _is_eager(q)
+        and max_seqlen_q is None and max_seqlen_k is None and _is_untraced()
     ):  # fmt: skip
-        key = _plain_key(q, k, v, causal, softmax_scale, window_size, softcap, deterministic, on_decline)
-        call = _known.get(key)
-        if call is not None:
-            out, logsumexp = _run(q, k, v, call, DIRECT, on_decline == "error", return_logsumexp)
+        try:
+            options = (
+                causal, softmax_scale, tuple(window_size), softcap,
+                deterministic or torch._C._get_deterministic_algorithms(), on_decline,
+            )  # fmt: skip
+            known = _latest.get(options, _NOTHING)
+            if not (known.alike(q, k, v) and (known.tf32 is None or known.tf32 == execution.takes_tf32(torch.float32))):
+                key, known = _find(q, k, v, options)
+        except (AttributeError, TypeError):  # what `check` will refuse
+            known = None
+        if known is not None:
+            call, strict = known.call, on_decline == "error"
+            if known.differentiable and torch.is_grad_enabled():
+                return _apply(q, k, v, None, None, call, DIRECT, strict, False, return_logsumexp)
+            out, logsumexp = execution.forward(q, k, v, call, DIRECT, strict, return_logsumexp)
             return (out, logsumexp) if return_logsumexp else out
     problems = check(
         q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
@@ -389,44 +403,70 @@ def attention(
     )  # fmt: skip
     out, logsumexp = attend(q, k, v, call, DIRECT, on_decline == "error", return_logsumexp)
     if key is not None and call.expanded:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
         call.ready = execution.prepare(q, k, v, call)
-        _known[key] = call
+        _remember(key, q, k, v, call)
     return (out, logsumexp) if return_logsumexp else out
 
 
-def _plain_key(q, k, v, causal, softmax_scale, window_size, softcap, deterministic, on_decline) -> tuple | None:
-    """All that a plain call's result depends on beside the values; None for what `check` will refuse."""
-    try:
-        index, dtype = q.get_device(), q.dtype
-        if index < 0 or k.get_device() != index or v.get_device() != index or k.dtype != dtype or v.dtype != dtype:
-            return None
-        return (
-            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dtype, index, causal, softmax_scale,
-            *window_size, softcap, deterministic or torch.are_deterministic_algorithms_enabled(), on_decline,
-            execution.takes_tf32(dtype),
-        )  # fmt: skip
-    except (AttributeError, TypeError):
-        return None
+# ---- plain calls that were checked and found right ----
 
 
-# Plain calls that were checked and found right, by everything their arguments are: the Call made of them.
-_known: dict[tuple, Call] = {}
+@dataclass(slots=True)
+class _Known:
+    """A plain call that is not checked again."""
+
+    alike: Callable[..., bool]  # whether q, k and v are like those it came with
+    call: Call | None
+    differentiable: bool  # whether one of q, k and v requires a gradient
+    tf32: bool | None  # in fp32: whether products are rounded to TF32
+
+
+_known: dict[tuple, _Known] = {}
 _MOST_KNOWN = 4096
+# The last one with the same options. Layers of a model mostly call alike, and one check in C++ costs a third of a key.
+_latest: dict[tuple, _Known] = {}
+_NOTHING = _Known(tensor_layouts.never, None, False, None)
+
+
+def _find(q, k, v, options: tuple) -> tuple[tuple | None, _Known | None]:
+    """The key of a plain call and what is known of it. No key: it is not to be remembered."""
+    index, dtype = q.get_device(), q.dtype
+    if index < 0 or k.get_device() != index or v.get_device() != index or k.dtype != dtype or v.dtype != dtype:
+        return None, None
+    if not _is_eager(q):
+        return None, None
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dtype, index, q.requires_grad, k.requires_grad,
+        v.requires_grad, q.is_inference(), execution.takes_tf32(dtype), options,
+    )  # fmt: skip
+    found = _known.get(key)
+    if found is not None:
+        _latest[options] = found
+    return key, found
+
+
+def _remember(key: tuple, q, k, v, call: Call) -> None:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+        _latest.clear()
+    differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+    tf32 = execution.takes_tf32(q.dtype) if q.dtype == torch.float32 else None
+    _known[key] = _Known(tensor_layouts.check(q, k, v), call, differentiable, tf32)
+
+
+def _is_untraced() -> bool:
+    """Whether nobody traces or transforms what runs here."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _is_eager(q: torch.Tensor) -> bool:
     """Whether nobody traces, transforms, casts or asks for shapes alone: then the operators' bodies can be called directly."""
-    return not (
-        torch.compiler.is_compiling()
-        or q.__class__ is not torch.Tensor
-        or q.is_meta
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._is_any_autocast_enabled()
-    )
+    return _is_untraced() and q.__class__ is torch.Tensor and not q.is_meta and not torch._C._is_any_autocast_enabled()
 
 
 def attend(
@@ -469,8 +509,11 @@ def _run(q, k, v, call: Call, layer: int, strict: bool, statistics: bool) -> tup
     """An eager call, straight to the bodies."""
     bias, sinks, needs_gradient = call.bias, call.sinks, _needs_gradient(q, k, v, call)
     if not call.expanded:
-        with torch.no_grad():
+        if call.is_plain():
             call = expanded(call, q, k)
+        else:
+            with torch.no_grad():
+                call = expanded(call, q, k)
     if needs_gradient:
         result = _apply(q, k, v, bias, sinks, call, layer, strict, False, statistics)
         return result if statistics else (result, None)

@@ -68,6 +68,11 @@ class PairPlan:
     config: PairConfig
     status: str
 
+    @property
+    def label(self) -> str:
+        """What its launches are counted under."""
+        return self.config.kernel
+
 
 @dataclass(frozen=True)
 class PairSupport:

@@ -12,7 +12,7 @@ import torch
 
 from . import execution, launcher, pair_fallback, pair_launching, pair_planning
 from .compiler import CompileError
-from .counting import layers, record_call, record_decline, register_layer, switched_on
+from .counting import layers, record_decline, register_layer, switched_on
 from .pair_planning import COSTS, GRADIENT, REDUCTIONS, PairPlan, PairProblem
 from .problem import Decline, DeclinedError, Reason
 
@@ -240,7 +240,7 @@ def _readable(tensor):
 
 
 def _body(x, y, bias, cost: str, kernel: str, k: int, scale: float, strict: bool):
-    record_call(layers[_layer])
+    layers[_layer].called()
     if x.shape[0] == 0 or x.shape[1] == 0 or y.shape[1] == 0:  # nothing to compute
         return _fake(x, y, bias, cost, kernel, k, scale, strict, fill=-torch.inf)
     bias = None if bias is None else bias.contiguous()

@@ -107,6 +107,15 @@ class Matrix:
     def cell(self, kernel: str, generation: str, dtype: str, head_dim: int, feature: str) -> Cell | None:
         return self.cells.get((kernel, generation, dtype, head_dim, feature))
 
+    @functools.cached_property
+    def supported(self) -> dict[tuple[str, str], dict[str, dict[str, set[int]]]]:
+        """(generation, direction) -> dtype -> feature -> head dims of the cells there, whichever their kernel."""
+        found: dict = {}
+        for cell in self.cells.values():
+            dtypes = found.setdefault((cell.generation, cell.direction), {})
+            dtypes.setdefault(cell.dtype, {}).setdefault(cell.feature, set()).add(cell.head_dim)
+        return found
+
 
 @functools.lru_cache(maxsize=1)
 def support() -> Matrix:
@@ -368,42 +377,25 @@ def _feature_reasons(problem: Problem, device: Device, wanted, bucket: int, matr
 def _code(matrix: Matrix, key: tuple) -> str:
     """The stable code of an unsupported cell: the first axis along which nothing is supported."""
     generation, direction, dtype, head_dim, feature = key
-    here = [c for c in matrix.cells.values() if c.generation == generation and c.direction == direction]
-    if not here:
+    dtypes = matrix.supported.get((generation, direction), {})
+    if not dtypes:
         return "generation"
-    here = [c for c in here if c.dtype == dtype]
-    if not here:
+    if dtype not in dtypes:
         return "dtype"
-    here = [c for c in here if c.head_dim == head_dim]
-    return feature if here else "head_dim"
+    return feature if any(head_dim in dims for dims in dtypes[dtype].values()) else "head_dim"
 
 
 def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
     """The closest request that does run on a kernel here, in words; empty where there is none."""
-    here = [
-        c
-        for c in matrix.cells.values()
-        if c.generation == device.generation and c.direction == problem.direction and c.feature == "plain"
-    ]
-    if not here:
+    supported = matrix.supported.get((device.generation, problem.direction), {})
+    dtypes = sorted(dtype for dtype, features in supported.items() if "plain" in features)
+    if not dtypes:
         return ""
-    dtypes = sorted({c.dtype for c in here})
     dtype = problem.dtype if problem.dtype in dtypes else ("bfloat16" if "bfloat16" in dtypes else dtypes[0])
-    dims = sorted({c.head_dim for c in here if c.dtype == dtype})
-    size = max(problem.head_dim, problem.head_dim_v)
-    padded = -(-size // 8) * 8
-    head_dim = padded if padded and padded <= dims[-1] else dims[-1]
-    features = [
-        f
-        for f in sorted(problem.features)
-        if any(
-            c.feature == f
-            and c.generation == device.generation
-            and c.direction == problem.direction
-            and c.dtype == dtype
-            for c in matrix.cells.values()
-        )
-    ]
+    largest = max(supported[dtype]["plain"])
+    padded = -(-max(problem.head_dim, problem.head_dim_v) // 8) * 8
+    head_dim = padded if 0 < padded <= largest else largest
+    features = [feature for feature in sorted(problem.features) if feature in supported[dtype]]
     return f"{dtype}, head_dim {head_dim}" + (f", {' + '.join(features)}" if features else "")
 
 
@@ -419,17 +411,17 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
     """The first tile of the kernel's table that is for such a problem and fits the device's shared memory."""
     flags = {flag: bool(problem.features & needs) for flag, needs in FLAGS.items()}
     for tile in matrix.tiles[kernel][max(buckets)]:
-        sizes = {
-            key: value
-            for key, value in tile.items()
-            if key not in ("dtypes", "features", "short", "tf32", "resident", "spill_bytes")
-        }
         if problem.dtype not in tile.get("dtypes", ("float16", "bfloat16")):
             continue
         if not set(tile.get("features", problem.features)) <= problem.features:
             continue
         if tile.get("short", problem.short) != problem.short or tile.get("tf32", problem.tf32) != problem.tf32:
             continue
+        sizes = {
+            key: value
+            for key, value in tile.items()
+            if key not in ("dtypes", "features", "short", "tf32", "resident", "spill_bytes")
+        }
         config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags, tf32=problem.tf32)
         if _resident_blocks(config, device) >= tile.get("resident", 1):
             return config

@@ -5,6 +5,7 @@ Plain data without torch, so that a plan can be made for a GPU nobody has here.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 DIRECTIONS = ("forward", "backward")
@@ -115,6 +116,11 @@ class Plan:
     status: str
     note: str = ""
     cells: tuple[str, ...] = field(default=())
+
+    @functools.cached_property
+    def label(self) -> str:
+        """What its launches are counted under."""
+        return self.config.kernel + (" (TF32)" if self.config.tf32 else "")
 
 
 class DeclinedError(RuntimeError):

@@ -12,8 +12,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -367,11 +367,12 @@ def verify_kernels(
     started = time.perf_counter()
     device = device or device_here()
     wanted = [case for case in cases(device, quick) if dtype in (None, case.problem.dtype)]
-    _build(wanted, device, advance)
     results = []
-    for number, case in enumerate(wanted):
-        advance(number, len(wanted), case.name)
-        results.append(run_case(case, device, seed + number))
+    with _building(wanted, device) as wait_for:
+        for number, case in enumerate(wanted):
+            advance(number, len(wanted), case.name)
+            wait_for(case)
+            results.append(run_case(case, device, seed + number))
     advance(len(wanted), len(wanted), "")
     reached: dict[str, list[CaseResult]] = {}
     for result in results:
@@ -390,20 +391,36 @@ def verify_kernels(
     return KernelReport(device.name, device.generation, device.backend, statement, quick, cells, results, seconds)
 
 
-def _build(wanted: list[Case], device: Device, advance: Callable) -> None:
-    """Build what the cases need before they run, several at a time. A failed build is reported by its case."""
-    if device.backend == "compiled":
-        return
-    plans = [plan for case in wanted for plan in plans_of(case.problem, device) if isinstance(plan, Plan)]
-    configs = list(dict.fromkeys(config for plan in plans for config in launcher.configs(plan.config)))
+@contextlib.contextmanager
+def _building(wanted: list[Case], device: Device) -> Iterator[Callable[[Case], None]]:
+    """Builds what the cases need in the background, in their order and several at a time, so that the first ones run soon.
 
-    def build(config: Config) -> None:
-        with contextlib.suppress(*FAILURES):
-            emulator.load(config) if device.backend == "emulated" else compiler.load(config, device)
+    Yields what waits for the builds of a case; a failed one is reported when the case runs.
+    """
+
+    def configs(case: Case) -> list[Config]:
+        plans = [plan for plan in plans_of(case.problem, device) if isinstance(plan, Plan)]
+        return [config for plan in plans for config in launcher.configs(plan.config)]
 
     with ThreadPoolExecutor(max(2, min(os.cpu_count() or 2, 16))) as pool:
-        for number, _ in enumerate(pool.map(build, configs)):
-            advance(number, len(configs), "building")
+        needed = dict.fromkeys(config for case in wanted for config in configs(case))
+        builds = {config: pool.submit(_build, config, device) for config in needed}
+
+        def wait_for(case: Case) -> None:
+            wait([builds[config] for config in configs(case)])
+
+        try:
+            yield wait_for
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _build(config: Config, device: Device) -> None:
+    with contextlib.suppress(*FAILURES):
+        if device.backend == "emulated":
+            emulator.load(config)
+        elif device.backend == "gpu":
+            compiler.load(config, device)
 
 
 def _cell_result(cell: planning.Cell, results: list[CaseResult], device: Device, quick: bool) -> CellResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 import statistics
 import warnings
@@ -72,6 +73,25 @@ def test_launches_follow_torchs_current_stream():
             found = flashpatch.attention(late, k, v)
         stream.synchronize()
         assert torch.equal(found, expected)
+
+
+def test_threads_launch_side_by_side():
+    """Each thread on a stream of its own, with layouts of its own: nothing that is packed for one reaches the other."""
+    inputs = [qkv(seqlen=64 * n, heads=n, heads_kv=n, dtype=dtype, seed=n) for n, dtype in enumerate(
+        (torch.bfloat16, torch.float16, torch.bfloat16, torch.float32), start=1)]  # fmt: skip
+    expected = [flashpatch.attention(*tensors, causal=True) for tensors in inputs]
+    torch.cuda.synchronize()
+
+    def run(index: int) -> bool:
+        stream, right = torch.cuda.Stream(), True
+        with torch.cuda.stream(stream):
+            for _ in range(200):
+                found = flashpatch.attention(*inputs[index], causal=True)
+                right &= torch.equal(found, expected[index])
+        return right
+
+    with concurrent.futures.ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(run, range(len(inputs))))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -162,6 +162,7 @@ FP32_SPLIT_PARTS = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_GROWING = hopper("forward_sm90", growing=True, seqlen_q=70, seqlen_k=440, heads=1)
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
+HOPPER_SECTIONS = replace(HOPPER_CAUSAL, heads=5)  # in sections of two heads
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
 HOPPER_ORDERED = hopper(
     "backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True
@@ -675,9 +676,11 @@ BUGS = [
     Bug("backward_sm90.cuh", "dropped wait", "mbarrier_wait(smem.barrier(kKeysEmpty), parity);", "", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cuh", "wrong head", "at.head / p.splits, at.head % p.splits", "at.head % p.splits, at.head % p.splits", "HOPPER_SHARED"),
     Bug("backward_sm90.cuh", "wrong share", "task.kv_head * p.splits + task.split)", "task.kv_head + task.split)", "HOPPER_SHARED"),
+    Bug("backward_sm90.cu", "step that is never done", "if (kLast) arrive(smem.barrier(kStepDone));", "", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cu", "step done too early", "if (kLast) arrive(smem.barrier(kStepDone));\n      if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(step - 2, !kLast);\n      else if (!kLast) arrive(", "arrive(smem.barrier(kStepDone));\n      if ((stage ^ warpgroup) == 0 && previous != kNone) compute_dq(step - 2, false);\n      else if (false) arrive(", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cuh", "tile too many", "p.num_heads_kv * p.splits; }", "p.num_heads_q; }", "HOPPER_SHARED"),
     Bug("backward_sm90.cuh", "overwritten sum", "red_add_global(sums + i * 128,", "st_global((F32x4*)(sums + i * 128),", "HOPPER_SHARED"),
-    Bug("backward_sm90.cu", "early release", "const KeyTask here = task_of(p, uniform(smem.tile()));\n    arrive(smem.barrier(kKeysEmpty));", "arrive(smem.barrier(kKeysEmpty));\n    const KeyTask here = task_of(p, uniform(smem.tile()));", "HOPPER_BACKWARD"),
+    Bug("backward_sm90.cu", "early release", "const KeyTask here = uniform(smem.task());\n    arrive(smem.barrier(kKeysEmpty));", "arrive(smem.barrier(kKeysEmpty));\n    const KeyTask here = uniform(smem.task());", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cuh", "dropped turn", "while (uniform(ld_acquire_global(adders_of(p, record)))", "while (false && uniform(ld_acquire_global(adders_of(p, record)))", "HOPPER_SHARED_ORDERED"),
     Bug("backward_sm90.cuh", "turn passed before its sums", "sync_warp();     // the warp's", "// the warp's", "HOPPER_SHARED_ORDERED"),
     Bug("workspace_sm90.cuh", "wrong record", "(first + n_block) * p.num_heads_kv + kv_head", "(first + n_block) + kv_head", "HOPPER_SHARED"),
@@ -723,14 +726,18 @@ BUGS = [
     # before and after
     Bug("packed_sm90.cuh", "overlapping blocks", "/ rows + b; }", "/ rows; }", "HOPPER_VARLEN"),
     Bug("packed_sm90.cuh", "wrong sequence", "middle) <= at.block", "middle) < at.block", "HOPPER_VARLEN"),
-    Bug("backward_prepare_sm90.cu", "missing dlogsumexp", "if (p.dlogsumexp) delta -=", "if (false) delta -=", "WIDE"),
+    Bug("backward_prepare_sm90.cu", "missing dlogsumexp", "float delta = -dlogsumexp;", "float delta = 0.f;", "WIDE"),
     Bug("backward_prepare_sm90.cu", "not zeroed", "i < kDqFloats / (4 * kThreads); ++i", "i < kDqFloats / (4 * kThreads) - 1; ++i", "WIDE"),
     Bug("backward_prepare_sm90.cu", "partial sum", "int lanes = kLanes / 2; lanes > 0", "int lanes = kLanes / 2; lanes > 1", "WIDE"),
-    Bug("backward_prepare_sm90.cu", "unwritten tail", "st_global(negative_delta_rows(p, record) + local, i < sequence.q_length ? -delta : 0.f);", "if (i < sequence.q_length) st_global(negative_delta_rows(p, record) + local, -delta);", "WIDE"),
+    Bug("backward_prepare_sm90.cu", "unwritten tail", "st_global(negative_delta_rows(p, record) + local, exists ? -delta : 0.f);", "if (exists) st_global(negative_delta_rows(p, record) + local, -delta);", "WIDE"),
     Bug("backward_prepare_sm90.cu", "missing guard", "logsumexp == negative_infinity() ? -negative_infinity() : ", "", "WIDE_EMPTY"),
-    Bug("backward_prepare_sm90.cu", "past the end", "i < sequence.q_length && chunk * 8 <", "chunk * 8 <", "HOPPER_BACKWARD"),
+    Bug("backward_prepare_sm90.cu", "past the end", "if (i < sequence.q_length && chunk * 8 <", "if (chunk * 8 <", "HOPPER_BACKWARD"),
     Bug("backward_prepare_sm90.cu", "logsumexp base", "logsumexp * kLog2e", "logsumexp", "HOPPER_BACKWARD"),
     Bug("backward_prepare_sm90.cu", "sign", "? -delta : 0.f", "? delta : 0.f", "HOPPER_BACKWARD"),
+    Bug("backward_prepare_sm90.cu", "another row's sum", "chunk == pass", "chunk == 0", "HOPPER_BACKWARD"),
+    Bug("packed_sm90.cuh", "heads and blocks swapped", "position_of(index, p.num_heads_q, p.m_blocks)", "position_of(index, p.m_blocks, p.num_heads_q)", "HOPPER_BACKWARD"),
+    Bug("seqlen.cuh", "overlapping sections", "section * each + (section < longer ? section : longer)", "section * each", "HOPPER_SECTIONS"),
+    Bug("seqlen.cuh", "wrong section", "longer + (row - longer * (each + 1)) / each", "(row - longer * (each + 1)) / each", "HOPPER_SECTIONS"),
     Bug("backward_finish_sm90.cu", "missing scale", "acc[4 * i + 3] = sum.w * scale;", "acc[4 * i + 3] = sum.w;", "HOPPER_BACKWARD"),
     Bug("backward_finish_sm90.cu", "wrong warp", "(warp_index() * kDqTiles + tile)", "(tile * 4 + warp_index() ^ 1)", "HOPPER_BACKWARD"),
     Bug("backward_finish_sm90.cu", "unwritten tail", "first + tile * 64, sequence.q_length,", "first + tile * 64, sequence.q_length - 1,", "WIDE"),

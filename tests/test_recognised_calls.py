@@ -1,0 +1,166 @@
+"""Calls like the one before are recognised without looking at them anew: what may pass as alike, and what must not."""
+
+import pytest
+import torch
+
+from flashpatch import execution, ops, reference, tensor_layouts
+
+
+def tensors(requires_grad=False, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 9, 4, 16, generator=generator).to(dtype).requires_grad_(requires_grad) for _ in range(3)]
+
+
+def transposed(tensor):
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_tensors_alike_are_recognised_whatever_they_hold():
+    alike = tensor_layouts.check(*tensors())
+    assert alike(*(tensor + 1 for tensor in tensors()))
+    assert not tensor_layouts.never(*tensors())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda q: q.double(),
+        lambda q: q[:, :8],
+        lambda q: q[None],
+        transposed,
+        lambda q: q.to("meta"),
+        lambda q: q.clone().requires_grad_(),
+        lambda q: torch.nn.Parameter(q, requires_grad=False),
+        lambda q: q.as_subclass(Subclass),
+        lambda q: None,
+    ],
+    ids=["dtype", "size", "dimensions", "strides", "device", "gradient", "parameter", "subclass", "no tensor"],
+)
+def test_other_tensors_are_not(other):
+    q, k, v = tensors()
+    alike = tensor_layouts.check(q, k, v)
+    assert not alike(other(q), k, v)
+    assert not alike(q, k, other(v))
+
+
+def test_other_modes_are_not():
+    q, k, v = tensors()
+    alike = tensor_layouts.check(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not alike(q, k, v)
+    seen = []
+    torch.func.vmap(lambda q: seen.append(alike(q, k, v)) or q)(q[None])
+    with torch.inference_mode():
+        assert not alike(q + 0, k, v)
+    assert seen == [False]
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Calls on a CPU that are remembered as a GPU's are, and how often their arguments were checked."""
+    count = [0]
+    check = ops.check
+
+    def counted(*args, **kwargs):
+        count[0] += 1
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(ops, "check", counted)
+    monkeypatch.setattr(ops, "_known", {})
+    monkeypatch.setattr(ops, "_latest", {})
+    monkeypatch.setattr(execution, "_forwards", execution._Prepared())
+    monkeypatch.setattr(execution, "_backwards", execution._Prepared())
+    return count
+
+
+def attention(q, k, v, **options):
+    return ops.attention(q, k, v, on_decline="fallback", **options)
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+def test_what_differs_is_computed_as_asked(checks):
+    """Each call twice in turn, so that every one comes after another kind and after its own."""
+    q, k, v = tensors()
+    calls = {
+        "plain": ((q, k, v), {}),
+        "causal": ((q, k, v), {"causal": True}),
+        "window": ((q, k, v), {"window_size": [3, 0]}),
+        "scale": ((q, k, v), {"softmax_scale": 0.1}),
+        "softcap": ((q, k, v), {"softcap": 2.0}),
+        "strides": (tuple(map(transposed, (q, k, v))), {}),
+        "length": ((q, k[:, :5], v[:, :5]), {}),
+        "dtype": (tuple(tensor.double() for tensor in (q, k, v)), {}),
+    }
+    for _ in range(3):
+        for inputs, options in calls.values():
+            for _ in range(2):
+                out = attention(*inputs, **options)
+                torch.testing.assert_close(out, reference.attention(*inputs, **options)[0].to(out.dtype))
+    assert checks == [len(calls)], "each kind is checked once"
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+def test_gradients_follow_the_mode_and_the_tensors(checks):
+    plain, training = tensors(), tensors(requires_grad=True)
+    for _ in range(3):
+        with torch.no_grad():
+            assert not attention(*training).requires_grad
+        assert not attention(*plain).requires_grad
+        out, logsumexp = attention(*training, return_logsumexp=True)
+        assert out.requires_grad and logsumexp.requires_grad
+        gradients = torch.autograd.grad(attention(*training, causal=True).square().sum(), training)
+        expected = torch.autograd.grad(reference.attention(*training, causal=True)[0].square().sum(), training)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(ours, theirs.to(ours.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+def test_switches_of_torch_are_seen(checks, monkeypatch):
+    """Whether products may be TF32, whether algorithms must be deterministic: both may change between two calls."""
+    q, k, v = tensors()
+    seen = []
+    decide = execution.decide
+
+    def watched(direction, q, k, v, call):
+        seen.append((execution.takes_tf32(q.dtype), call.deterministic))
+        return decide(direction, q, k, v, call)
+
+    monkeypatch.setattr(execution, "decide", watched)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for tf32, deterministic in ((False, False), (True, False), (False, False), (False, True), (True, True)):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            torch.use_deterministic_algorithms(deterministic)
+            attention(q, k, v)
+            attention(q, k, v)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(False, False), (True, False), (False, True), (True, True)]
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+def test_autocast_and_transforms_go_around_what_is_remembered(checks):
+    q, k, v = tensors()
+    attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k, v).dtype == torch.bfloat16
+    gradient = torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+    assert gradient.shape == q.shape
+    assert attention(q, k, v).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+def test_wrong_arguments_are_still_named_after_right_ones(checks):
+    q, k, v = tensors()
+    attention(q, k, v)
+    for wrong in ({"window_size": (1,)}, {"window_size": None}, {"softmax_scale": "a"}, {"softcap": -1.0}):
+        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+            attention(q, k, v, **wrong)
+    with pytest.raises((ValueError, TypeError), match=r"\bk\b"):
+        attention(q, None, v)
