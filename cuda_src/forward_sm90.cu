@@ -41,9 +41,10 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
   const u32 tiles = (u32)p.m_blocks * rows;
   const auto take_tile = [&] { return atomic_add_global(params.tile_counters, 1) + grid_size(); };
+  const u32 together = p.seqlen_k <= kShortKeys && !p.cu_seqlens_q ? 2 * grid_size() : tiles;  // tiles of a section, at most
   u32 index = block_index();
   while (index < tiles) {
-    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows, p.seqlen_k <= kShortKeys ? 2 * grid_size() : ~0u)
+    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows, together)
                                    : position_of(index, p.m_blocks, p.num_heads_q);
     if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
     const Sequence s = sequence_of(p, position.batch);
