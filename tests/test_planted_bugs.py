@@ -132,7 +132,7 @@ BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
 BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
 BACKWARD_PARTS = backward(window=(9, 5), head_dim=64, head_dim_v=64, tile=(64, 64))
 BACKWARD_RANGES = backward(features=("key_ranges",))
-BACKWARD_HIDDEN = backward(features=("key_ranges", "nan"))
+BACKWARD_HIDDEN = backward(features=("key_ranges", "nan"), head_dim=72, head_dim_v=72)
 BACKWARD_LATE = backward(features=("key_ranges", "to_the_end"))
 BACKWARD_LARGE = backward(
     head_dim=504, head_dim_v=504, batch=1, heads=1, heads_kv=1, num_stages=1, num_warps=8, tile=(64, 32)
@@ -586,7 +586,7 @@ BUGS = [
     Bug("backward_sm80.cu", "missing derivative", "dp *= derivative;", "", "BACKWARD_SCORES"),
     Bug("backward_sm80.cu", "dropout of dp", "dp = kept * dp -", "dp = s * dp -", "BACKWARD_DROPOUT"),
     Bug("backward_sm80.cu", "masked NaN", "dp = visible ? dp : 0.f;", "", "BACKWARD_MASK"),
-    Bug("backward_sm80.cu", "NaN let through", "found |= any_non_finite(s_frag);", "", "BACKWARD_MASK"),
+    Bug("backward_sm80.cu", "NaN let through", "if (!looked) found |= any_non_finite(s_frag);", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "NaN let through", "for all\n      take_out();", "for all", "BACKWARD_HIDDEN"),
     Bug("backward_sm80.cu", "swapped stage", "load_queries(next, stage ^ 1)", "load_queries(next, stage)", "BACKWARD"),
     Bug("backward_delta.cu", "missing dlogsumexp", "if (p.dlogsumexp) sum -=", "if (false) sum -=", "BACKWARD"),
