@@ -68,6 +68,8 @@ constexpr int kSharedMemory = kRangesOffset + (kHasKeyRanges ? kBlockM * 8 : 0);
 static_assert(kBlockM <= kThreads, "one thread a row of statistics");
 
 constexpr bool kMasks = kHasBounds || kHasMask;
+// By a window alone it is known beforehand which parts of a tile see nothing of each other.
+constexpr bool kSkips = kHasWindow && !kHasKeyRanges && !kHasMask && kSplit == 1 && !kIsFp32;
 
 struct QueryBlock {
   int head, m_block;  // head within the group
@@ -77,12 +79,21 @@ struct QueryBlock {
 constexpr int kLiftP = kHasDropout ? 10 : 14, kLiftDs = kHasDropout ? 10 : 14;
 constexpr float kMostDropout = 0.9f;  // P / (1 - dropout_p) is then at most 10, and 10 * 2^kLiftP below fp16's 2^16
 
+// With bounds the first key blocks first, which causally are the longest, over as many heads as keep what they read and add to at a
+// time in L2.
+DEVICE Position position_in_order(const Params& p) {
+  if constexpr (!kHasBounds) return position_of(block_index(), p.n_blocks, p.num_heads_kv);
+  constexpr u32 kL2Rows = (16 << 20) / (kHeadDim * (sizeof(Element) + 4) + kHeadDimV * sizeof(Element));  // of q, dout and dq_accum
+  const u32 fitting = kL2Rows / ((u32)rows_at_a_time(p, p.seqlen_q) * (p.num_heads_q / p.num_heads_kv));
+  return in_sections(block_index(), p.n_blocks, p.num_heads_kv, p.batch * p.num_heads_kv, fitting < 1 ? 1 : fitting);
+}
+
 template <bool kPaired> DEVICE void backward(const Params& p);
 // A call, so that its registers are no concern of the other way.
 __device__ __noinline__ void backward_in_parts(const Params& p) { backward<false>(p); }
 
 template <bool kPaired> DEVICE void backward(const Params& p) {
-  const Position position = position_of(block_index(), p.n_blocks, p.num_heads_kv);
+  const Position position = position_in_order(p);
   const int n_block = position.block, first_key = n_block * kBlockN, group = p.num_heads_q / p.num_heads_kv;
   const Sequence sequence = sequence_of(p, position.batch);
   if (first_key >= sequence.k_rows) return;
@@ -246,10 +257,6 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
   float dk_frag[kKeyFrags][kDkFrags][4], dv_frag[kKeyFrags][kDvFrags][4];  // [keys of the warp, head_dim / kSplit]
   clear(dk_frag);
   clear(dv_frag);
-  // NaN and Inf in K show in all of a key's scores: they are looked for where some of a warp's scores are hidden for the first time.
-  u32 non_finite = 0;  // this thread's keys taken out of K
-  bool looked = !kMasks, found = false;
-
   QueryBlock block = find_block({0, m_blocks.begin}), before = block;
   if (block.head < group) {
     const int rows = sequence.k_length - first_key;
@@ -269,6 +276,28 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     put_statistics();
   }
 
+  // Where NaN or Inf is taken out of K, V becomes NaN: then dP and dS are NaN in the rows that see such a key, and so are their dQ and
+  // its dK. The loop has nothing to do for that; dV follows at the end. By bounds K is looked through before the loop. A boolean
+  // mask's loop came out 5% slower so: there the scores of the first tile that hides something are looked at, where NaN and Inf show.
+  constexpr bool kLooks = kMasks && !kPaired, kLooksLater = kLooks && kHasMask;
+  u32 non_finite = 0;  // this thread's keys taken out of K
+  const auto take_out = [&] {
+    non_finite = take_out_non_finite<2 * kKeyFrags>(k_smem, [&](int c) { return key_lane + c * 8; });
+    if (warp_d == 0 && (lane_index() & 3) == 0) {
+#pragma unroll
+      for (int c = 0; c < 2 * kKeyFrags; ++c)
+        if (non_finite >> c & 1) st_shared(v_smem.address(key_lane + c * 8, 0), kNaNs);
+    }
+  };
+  bool looked = false, found = false;
+  if constexpr (kLooks && !kLooksLater) {
+    if (block.head < group) {
+      cp_async_wait<0>();
+      sync_block();  // K and V are there for all
+      take_out();
+    }
+  }
+
   const Window16<KTile> k_rows = left_rows(k_smem, key_warp);
   const Window16<VTile> v_rows = left_rows(v_smem, key_warp);
   const auto k_pair_rows = pair_down_first(KPair{smem}, key_warp);
@@ -285,8 +314,7 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     }
     if constexpr (kPaired) q_exponent = next_q_exponent, dout_exponent = next_dout_exponent, ds_exponent = next_ds_exponent;
     first_round = false;
-    const bool block_masked = next_masked;
-    bool masked = block_masked;
+    bool masked = next_masked;
     if constexpr (kHasWindow && !kHasKeyRanges && !kHasMask) {
       const BlockKeys keys = keys_of_rows(sequence, block.m_block * kBlockM, kBlockM);
       masked = keys.need_mask({first_key + key_warp, first_key + key_warp + 16 * kKeyFrags});
@@ -309,9 +337,20 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     const Dropout dropout = dropout_of(p, position.batch, head);
     // One part of the queries after the other; straight-line code, so that one part's exp2 can run beside another's products
     const auto visit = [&](auto mask) {
-#pragma unroll kPartsAtATime
+      // By bounds few tiles are masked: short code for them leaves registers to the others.
+      constexpr bool kOneByOne = mask.kOn && kHasBounds && !kHasMask && kSplit == 1 && !kIsFp32;
+#pragma unroll kOneByOne ? 1 : kPartsAtATime
       for (int part = 0; part < kQueryFrags; part += kPartFrags) {
         const int column_warp = query_warp + part * 8, column = query_lane + part * 8, i_first = block.m_block * kBlockM + column;
+
+        if constexpr (kOneByOne && kSkips) {
+          const BlockKeys seen = keys_of_rows(sequence, block.m_block * kBlockM + column_warp, kPartFrags * 8);
+          if (vote_all(!seen.sees({first_key + key_warp, first_key + key_warp + 16 * kKeyFrags}))) {  // dS = 0, dK and dV stay
+            const u32 zeros[kKeyFrags][kPartFrags][kPacked] = {};
+            store_packed(ds_smem, key_warp, column_warp / 16, zeros);
+            continue;
+          }
+        }
 
         // S^T = K Q^T, dP^T = V dO^T
         float s_frag[kKeyFrags][kPartFrags][4], dp_frag[kKeyFrags][kPartFrags][4];  // [keys of the warp, queries of the part]
@@ -328,11 +367,9 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
           multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_rows(a_frag, v_rows, k); },
                                               right_first(dout_smem(stage), column_warp, 0));
         }
-        if constexpr (!kPaired && mask.kOn && kMasks) {
-          if (!looked || non_finite != 0) {
-            found |= any_non_finite(s_frag);
-            blot_out<true>(s_frag, non_finite);  // P and dS become NaN with S
-          }
+
+        if constexpr (kLooksLater && mask.kOn) {
+          if (!looked) found |= any_non_finite(s_frag);
         }
 
         float* dbias = nullptr;
@@ -449,9 +486,8 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     }
     if constexpr (kDeterministic) await_turn(block);
     // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
-    if (kPaired || !kMasks || !block_masked) sync_block();
-    else if (sync_block_or(found)) non_finite |= take_out_non_finite<2 * kKeyFrags>(k_smem, [&](int c) { return key_lane + c * 8; });
-    found = false;
+    if (!kLooksLater || !masked) sync_block();
+    else if (sync_block_or(found)) take_out(), found = false;
 
     if constexpr (kHasBias && kSplit == 1) {
       if (next.head < group) load_next_bias(next);
@@ -466,6 +502,11 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     const int dq_m = warp_index() / kDqWarpsN * kDqRowFrags, dq_n = warp_index() % kDqWarpsN;
     const auto ds_columns = left_columns(ds_smem);
     const auto ds_pair_columns = pair_right_first(ds_pair, 0);
+    Span some_keys = {0, kBlockN};  // that some query sees: dS of the others is 0
+    if constexpr (kSkips && kPartFrags < kQueryFrags) {
+      const Span any = keys_of_rows(sequence, block.m_block * kBlockM, kBlockM).any;
+      some_keys = {larger(any.begin - first_key, 0) / kMmaDepth * kMmaDepth, smaller(any.end - first_key, kBlockN)};
+    }
     float* dq_accum = p.dq_accum + query_block_offset(p, sequence, head, block.m_block) * (kBlockM * kHeadDim);
 #pragma unroll 1
     for (int pair = 0; pair < kDqPairs; pair += kPassPairs) {
@@ -474,10 +515,15 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
       if constexpr (kPaired)
         add_pairs<kBlockN / 16, kDqWarpsN>(dq_frag, [&](PairFrags<kDqRowFrags>& a, int k) { load_pair_columns(a, ds_pair_columns, k, dq_m); },
                                            pair_down_first(KPair{smem}, 0), power_of_two(k_exponent + ds_exponent), pair * kDqWarpsN + dq_n);
-      else
+      else if (!kSkips || kPartFrags == kQueryFrags || some_keys.end - some_keys.begin == kBlockN)
         multiply<kBlockN / kMmaDepth, kDqWarpsN, kStepsAtATime>(
             dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int k) { load_columns(a_frag, ds_columns, k, dq_m); },
             right_rows(k_smem, 0, pair * kDqWarpsN + dq_n));
+      else
+#pragma unroll 1
+        for (int key = some_keys.begin; key < some_keys.end; key += kMmaDepth)
+          multiply<1, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kDqRowFrags][4], int) { load_columns(a_frag, ds_columns, key / kMmaDepth, dq_m); },
+                                 right_rows(k_smem, key, pair * kDqWarpsN + dq_n));
 #pragma unroll
       for (int m = 0; m < kDqRowFrags; ++m)
 #pragma unroll
@@ -497,6 +543,17 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
   sync_block();  // nobody reads K and V any more, all of dQ is added
   if constexpr (kDeterministic) {
     if (!first_round) pass_turn(before);
+  }
+  if constexpr (kLooks) {
+    if (non_finite != 0) {
+#pragma unroll
+      for (int m = 0; m < kKeyFrags; ++m)
+#pragma unroll
+        for (int n = 0; n < kDvFrags; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (non_finite >> (2 * m + (e >> 1)) & 1) dv_frag[m][n][e] += dk_frag[m][0][e] * 0.f;  // NaN with dK: somebody sees it
+    }
   }
   scale(dk_frag, p.softmax_scale);
   store_accumulators<kSplit>(k_smem, key_warp, warp_d, dk_frag);

@@ -55,7 +55,8 @@ template <Way kWay> DEVICE bool compute_block(const Params& p, u32 block) {
   constexpr i64 kL2Bytes = 16 << 20;  // what even half of a 40 MB L2 holds beside q and out
   const u32 index = block / kVParts;
   const int first_v = (int)(block % kVParts) * kPartV;
-  const Position position = kHasBounds ? longest_first<kL2Bytes>(p, index, p.batch * p.num_heads_q) : position_of(index, p.m_blocks, p.num_heads_q);
+  const Position position = kHasBounds ? longest_first<kL2Bytes>(p, index, p.batch * p.num_heads_q, ~0u, rows_at_a_time(p, p.seqlen_k))
+                                       : position_of(index, p.m_blocks, p.num_heads_q);
   const int m_block = position.block, head = position.head;
   const Sequence sequence = sequence_of(p, position.batch);
   if (m_block * kBlockM >= sequence.q_length) return false;

@@ -46,6 +46,7 @@ DEVICE Span keys_of(const Params& p, const Sequence& s, int i) {
 // What a query block sees: `any` spans what some row sees, `all` what every row sees.
 struct BlockKeys {
   Span any, all;
+  DEVICE bool sees(Span keys) const { return keys.begin < any.end && keys.end > any.begin; }
   DEVICE bool need_mask(Span keys) const { return keys.begin < all.begin || keys.end > all.end; }
 };
 
@@ -122,15 +123,15 @@ DEVICE Span queries_of(const Sequence& s, int j) {
   return rows;
 }
 
-// Scores of keys that were taken out of a product -> NaN. Keys are bits, across a fragment's columns or down its rows.
-template <bool kKeysDown = false, int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
+// Scores of keys that were taken out of a product -> NaN. Keys are bits, across a fragment's columns.
+template <int kM, int kN> DEVICE void blot_out(float (&s_frag)[kM][kN][4], u32 keys) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (keys >> (kKeysDown ? 2 * m + (e >> 1) : 2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
+        if (keys >> (2 * n + (e & 1)) & 1) s_frag[m][n][e] = not_a_number();
 }
 
 // Scores of C fragments [16 kM queries x 8 kN keys] that a row must not see by window, lengths and key_ranges -> -inf; (i, j) is this
@@ -189,6 +190,8 @@ template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][
       for (int e = 0; e < 4; ++e) sum[e] += acc[m][n][e] * 0.f;
   return !(sum[0] + sum[1] + sum[2] + sum[3] == 0.f);
 }
+
+constexpr U32x4 kNaNs = {0x7fff7fff, 0x7fff7fff, 0x7fff7fff, 0x7fff7fff};  // in every dtype
 
 // Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns bit c where something of row
 // row_of(c) was zeroed. All threads of the block; in the usual case one pass and one barrier.

@@ -123,14 +123,30 @@ DEVICE Section section_of(u32 row, u32 rows, u32 most) {
   return {section * each + (section < longer ? section : longer), each + (section < longer ? 1 : 0)};
 }
 
+// Of `rows` of `blocks` each, a section of at most `most` after the other, and in a section a block of every row after the other.
+DEVICE Position in_sections(u32 index, int blocks, int heads, u32 rows, u32 most) {
+  const Section section = section_of(index / blocks, rows, most);
+  const u32 within = index - section.first * blocks, row = section.first + within % section.rows;
+  return {(int)(within / section.rows), (int)(row % (u32)heads), (int)(row / (u32)heads)};
+}
+
+// Of `seqlen` rows those that blocks which run at the same time have to do with.
+DEVICE int rows_at_a_time(const Params& p, int seqlen) {
+  if (kHasWindow && p.window_left >= 0 && p.window_right >= 0 && p.window_left < seqlen && p.window_right < seqlen)
+    return smaller(seqlen, p.window_left + p.window_right + 1);
+  return larger(seqlen, 1);
+}
+
 // Longest query block first (with a window the last ones see the most keys), over a section of heads at a time: as many as keep their K
-// and V in kL2Bytes of L2, at most so many that they have `tiles` query blocks. `rows`: of m_blocks each; batch * num_heads_q, or fewer
-// where the blocks of all sequences are in one.
-template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows, u32 tiles = ~0u) {
+// and V, `keys` rows of each, in kL2Bytes of L2, at most so many that they have `tiles` query blocks. `rows`: of m_blocks each;
+// batch * num_heads_q, or fewer where the blocks of all sequences are in one.
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows, u32 tiles, int keys) {
   constexpr u32 kL2Rows = kL2Bytes / ((kHeadDim + kHeadDimV) * sizeof(Element));  // of K and V
-  const u32 fitting = kL2Rows / (u32)larger(p.seqlen_k, 1), most = tiles / p.m_blocks;
+  const u32 fitting = kL2Rows / (u32)keys, most = tiles / p.m_blocks;
   const u32 together = (fitting < 1 ? 1 : fitting > 4096 ? 4096 : fitting) * (p.num_heads_q / p.num_heads_kv);
-  const Section section = section_of(index / p.m_blocks, rows, together < most ? together : most < 1 ? 1 : most);
-  const u32 within = index - section.first * p.m_blocks, row = section.first + within % section.rows;
-  return {p.m_blocks - 1 - (int)(within / section.rows), (int)(row % p.num_heads_q), (int)(row / p.num_heads_q)};
+  const Position at = in_sections(index, p.m_blocks, p.num_heads_q, rows, together < most ? together : most < 1 ? 1 : most);
+  return {p.m_blocks - 1 - at.block, at.head, at.batch};
+}
+template <i64 kL2Bytes> DEVICE Position longest_first(const Params& p, u32 index, u32 rows, u32 tiles) {
+  return longest_first<kL2Bytes>(p, index, rows, tiles, larger(p.seqlen_k, 1));
 }

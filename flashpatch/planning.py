@@ -426,12 +426,21 @@ def _config(problem: Problem, device: Device, kernel: str, buckets, matrix: Matr
         sizes = {
             key: value
             for key, value in tile.items()
-            if key not in ("dtypes", "features", "short", "tf32", "spill_bytes")
+            if key not in ("dtypes", "features", "short", "tf32", "resident", "spill_bytes")
         }
         config = Config(kernel, problem.dtype, buckets[0], buckets[1], **sizes, **flags, tf32=problem.tf32)
-        if shared_memory(config) <= device.shared_memory:
+        if _resident_blocks(config, device) >= tile.get("resident", 1):
             return config
     return None
+
+
+def _resident_blocks(config: Config, device: Device) -> int:
+    """Blocks whose shared memory a multiprocessor holds at a time.
+
+    It has 1 KB more than a block may have, and 1 KB of its own goes with every block (CUDA C++ Programming Guide, compute
+    capabilities 8.x to 12.x; on 7.5 neither).
+    """
+    return (device.shared_memory + 1024) // (shared_memory(config) + 1024)
 
 
 def value_parts(config: Config) -> int:

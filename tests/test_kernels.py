@@ -169,6 +169,23 @@ def test_nan_of_a_hidden_key_stays_out_of_a_softcaps_gradient(monkeypatch):
     assert q.grad.isfinite().all() and k.grad[0, [0, 2]].isfinite().all() and v.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("feature, value", [("window", math.nan), ("window", -math.inf), ("mask", math.nan)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_sees_nan_or_inf_becomes_nan(monkeypatch, feature, value, dtype):
+    """Key 3 is seen by rows 3 and 4 alone: their dq and its dk and dv are NaN. -Inf has a weight of 0, and 0 * Inf is NaN too."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    q, k, v = (torch.randn(1, 9, 1, 32, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3))
+    q, k = q.abs(), k.index_fill(1, torch.tensor([3]), value)
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    mask = ((distance == 0) | (distance == 1)).expand(1, 1, 9, 9)
+    keywords = {"window": {"window_size": (1, 0)}, "mask": {"mask": mask}}[feature]
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    flashpatch.attention(*leaves, **keywords).float().sum().backward()
+    assert q.grad[0, 3:5].isnan().all() and q.grad[0, [0, 1, 2, 5, 6, 7, 8]].isfinite().all()
+    assert k.grad[0, 3].isnan().all() and v.grad[0, 3].isnan().all()
+    assert all(grad[0, [0, 1, 5, 6, 7, 8]].isfinite().all() for grad in (k.grad, v.grad))
+
+
 def test_a_softcap_is_exact_in_fp32(monkeypatch):
     """Not the polynomial that 16-bit inputs hide: of a cap of 50 that is off by 6e-5."""
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
