@@ -21,7 +21,7 @@ from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 )
 @tracing.options
 @options.strict
-@options.dtype("Only this dtype; with MODEL: the model's dtype.")
+@options.dtype("Only this dtype; with MODEL: the model's dtype.", of_kernels=True)
 @options.device
 @options.model_options
 @options.as_json
@@ -43,6 +43,8 @@ def command(model, gpu, markdown, every, html, svg, trace, profile, watch, stric
         raise click.UsageError("--all shows MODEL on every generation: it needs MODEL, and neither --gpu nor --device")
     if svg and not every:
         raise click.UsageError("--svg draws what --all shows; add --all")
+    if model or profile:
+        options.must_be_of_models(dtype)
     if not every and (trace or profile or watch.given):
         raise SystemExit(tracing.report(model, gpu, trace, profile, watch, strict, dtype, device, as_json, load))
     models.quiet()

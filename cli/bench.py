@@ -28,7 +28,7 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
     help="Time eager attention too, which holds the whole score matrix; with --features FlexAttention as well.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
-@options.dtype("float16, bfloat16 (default) or float32.")
+@options.dtype("float16, bfloat16 (default), float32 or, forward only, float8_e4m3fn.", of_kernels=True)
 @click.option("--features", is_flag=True, help="Time instead what each feature costs over the plain kernel.")
 @roofline.options
 @options.as_json
@@ -46,8 +46,9 @@ def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
 
     if not torch.cuda.is_available():
         raise Fault("bench needs an NVIDIA GPU, and torch sees none; `flashpatch audit` says more", MISSING)
-    if dtype not in (None, "float16", "bfloat16", "float32"):
-        raise Fault(f"--dtype {dtype}: bench times float16, bfloat16 and float32, the dtypes kernels take", USAGE)
+    taken = ("float16", "bfloat16", "float32", *(() if features else ("float8_e4m3fn",)))
+    if dtype not in (None, *taken):
+        raise Fault(f"--dtype {dtype}: bench{' --features' if features else ''} times {', '.join(taken)}", USAGE)
     if features:
         _time_features(head_dims, rounds, eager, getattr(torch, dtype or "bfloat16"), as_json)
     peers = benchmarking.peers(getattr(torch, dtype or "bfloat16"))
@@ -56,6 +57,7 @@ def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
     with rendering.progress("bench") as advance:
         report = benchmarking.bench(
             shapes, dtype=getattr(torch, dtype or "bfloat16"), variants=variants, rounds=rounds,
+            directions=benchmarking.directions(getattr(torch, dtype or "bfloat16")),
             advance=lambda done, total: advance(done, total, ""),
         )  # fmt: skip
     failed = [timing for timing in report.timings if timing.variant == "flashpatch" and timing.error]

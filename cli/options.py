@@ -13,19 +13,34 @@ DTYPES = {
     "float32": "float32", "fp32": "float32",
     "float64": "float64", "fp64": "float64",
 }  # fmt: skip
+# Of kernels, not of models: their q, k and v never have it.
+EIGHT_BITS = {"float8_e4m3fn": "float8_e4m3fn", "fp8": "float8_e4m3fn"}
 
 
 class _Dtype(click.ParamType):
     name = "dtype"
 
+    def __init__(self, names: dict[str, str]):
+        self.names = names
+
     def convert(self, value, parameter, context):
-        if value not in DTYPES:
-            self.fail(f"{value!r} is not one of {', '.join(DTYPES)}", parameter, context)
-        return DTYPES[value]
+        if value not in self.names:
+            self.fail(f"{value!r} is not one of {', '.join(self.names)}", parameter, context)
+        return self.names[value]
 
 
-def dtype(help: str):
-    return click.option("--dtype", type=_Dtype(), metavar="DTYPE", help=f"{help} [{', '.join(DTYPES)}]")
+def dtype(help: str, of_kernels: bool = False):
+    """`of_kernels`: with the dtypes that models do not have."""
+    names = {**DTYPES, **EIGHT_BITS} if of_kernels else DTYPES
+    return click.option("--dtype", type=_Dtype(names), metavar="DTYPE", help=f"{help} [{', '.join(names)}]")
+
+
+def must_be_of_models(dtype: str | None) -> None:
+    """Refuse a dtype of kernels alone where a model is named."""
+    if dtype in EIGHT_BITS.values():
+        raise click.UsageError(
+            f"--dtype {dtype} is about kernels alone: a model's q, k and v never have it; leave MODEL out"
+        )
 
 
 class _Device(click.ParamType):

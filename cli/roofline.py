@@ -53,6 +53,8 @@ def report(model, full, tokens, device, html, svg, *, head_dims, seqlens, rounds
         raise Fault(
             "torch sees no GPU; `flashpatch audit` says more, --device cpu times torch's own on the CPU", MISSING
         )
+    if dtype == "float8_e4m3fn":
+        raise Fault("--roofline counts kernels of float16, bfloat16 and float32; leave it out for float8_e4m3fn", USAGE)
     dtype = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
     if model:
         shapes = _shapes_of(model, seqlens)

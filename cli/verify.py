@@ -26,7 +26,7 @@ from .rendering import DECLINED, HOLDS, MISMATCH, MISSING, USAGE, Fault
 @click.option("--replay", metavar="FILE", help="Run a captured call again and compare it with the reference.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all inputs.")
 @options.strict
-@options.dtype("Only this dtype; with MODEL: the model's dtype.")
+@options.dtype("Only this dtype; with MODEL: the model's dtype.", of_kernels=True)
 @options.device
 @options.model_options
 @options.as_json
@@ -62,6 +62,7 @@ def command(
         if record or demote or quick or emulate or gpu:
             words = "--record, --demote, --quick, --emulate and --gpu are for kernels; leave them or MODEL out"
             raise click.UsageError(words)
+        options.must_be_of_models(dtype)
         code = _model(model, require_gpu, strict, no_backward, capture, layer, seed, dtype, device, as_json, load)
     raise SystemExit(code)
 

@@ -19,7 +19,6 @@
 #include "forward_sm90.cuh"
 #include "packed_sm90.cuh"
 #include "recompute_sm90.cuh"
-#include "softmax_sm90.cuh"
 
 // ---- producer: one thread ----
 
@@ -70,7 +69,13 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
     };
     const auto load_v = [&](int n) {
       rings.v.wait_empty();
-      smem.v(rings.v.stage()).load(&params.v, rings.v.full(), (int)s.k_start + n * kBlockN, kv_head, k_batch);
+      const VTile v_smem = smem.v(rings.v.stage());
+      if constexpr (kIsE4m3) {
+        mbarrier_arrive_expect_tx(rings.v.full(), kValueBytes);
+        bulk_load(v_smem.base, value_record(p, value_record_of(p, s, n, kv_head)), kValueBytes, rings.v.full());
+      } else {
+        v_smem.load(&params.v, rings.v.full(), (int)s.k_start + n * kBlockN, kv_head, k_batch);
+      }
       rings.v.advance();
     };
     const auto load_q = [&](int consumer) {
@@ -113,7 +118,10 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
 // registers for S beside P (TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head dim 128
 // 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
 // exponentials in groups, sums and packing a group behind, were no faster.
-constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores;
+// In 8 bits it is 7 to 17% slower. There one exponential of four from products (a polynomial) instead of the unit for them is 1 to
+// 14% slower; exponentials in S while P V runs are 4 to 7% faster with two consumers at head dims 128 and 192, not with three
+// consumers, causal or at 256.
+constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores && !kIsE4m3;
 constexpr int kUnsettledBlocks = 3;  // after the first
 
 // This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
@@ -143,7 +151,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   };
   const auto take_turn = [&] { barrier_sync(kTurn + consumer, 256); };
   const auto pass_turn = [&] { barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256); };
-  const float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
+  float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
   // The tile before, while its O lies in shared memory.
@@ -170,10 +178,12 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const u32 slot = smem.work(rings.work.stage());
     if (uniform(ld_shared<Work>(slot).head) < 0) break;
     rings.q.position = rings.work.position * kConsumers + consumer;
-    const Operand q{q_operand + rings.q.stage() * (QTile::kBytes >> 4)};
+    const Operand q{q_operand + rings.q.stage() * (kQStageBytes >> 4)};
+    if constexpr (kIsE4m3 && !kTransformsScores)
+      scale_log2 = score_scale(p, ld_shared<Work>(slot).sequence.batch, ld_shared<Work>(slot).head) * kLog2e;
 
     float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
-    u32 p_frag[kScores / 2];  // P of the block before, the A operand of P V
+    u32 p_frag[kScores / kInRegister];  // P of the block before, the A operand of P V
     LaggingSoftmax softmax;
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o_frag[i] = 0.f;
@@ -200,7 +210,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       issue_multiply_transposed<QTile, KTile>(s_frag, q, Operand{k_operand + rings.k.stage() * (KTile::kBytes >> 4)});
     };
     const auto issue_output = [&] {
-      issue_multiply<VTile>(o_frag, p_frag, Operand{v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
+      issue_values<VTile>(o_frag, p_frag, {v_operand + rings.v.stage() * (VTile::kBytes >> 4)});
     };
 
     // First block of this warpgroup: scores alone.
@@ -260,7 +270,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const BlockKeys keys = first_row < 0 ? BlockKeys{{0, 0}, {0, 0}} : keys_of_rows(p, s, first_row, first_row + 64);
     const Span own = uniform(blocks_of(keys)), unmasked = uniform(keys.all);
     int n = blocks.end - 1;
-    if ((p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && s.k_length < blocks.end * kBlockN) {
+    if (!kIsE4m3 && (p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && s.k_length < blocks.end * kBlockN) {
       rings.v.wait_full();
       clear_tail(smem.v(rings.v.stage()), s.k_length - n * kBlockN);
     }
@@ -272,6 +282,10 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const auto finish_rows = [&] {
       const int head = ld_shared<Work>(slot).head;
       softmax.finalize(factor, logsumexp, kHasSinks ? ld_global(p.sinks + head) * kLog2e : negative_infinity());
+      if constexpr (kIsE4m3) {
+        const float scale = descale(p, p.v_descale, s.batch, head);
+        factor[0] *= scale, factor[1] *= scale;
+      }
       if (!kStagesOut) release(rings.q);  // the next tile's Q is loaded under the last product and the store
       float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, head);
 #pragma unroll

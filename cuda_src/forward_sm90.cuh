@@ -2,7 +2,9 @@
 // blocks rows visit.
 #pragma once
 #include "scores.cuh"
+#include "softmax_sm90.cuh"
 #include "tile_sm90.cuh"
+#include "values_sm90.cuh"
 
 constexpr int kConsumers = kNumWarps / 4 - 1;
 static_assert(kConsumers >= 2 && kConsumers <= 4 && kNumWarps % 4 == 0, "a producer and two to four consumers");
@@ -10,15 +12,19 @@ static_assert(kBlockM == 64 * kConsumers, "64 rows a consumer");
 static_assert(kBlockN % 16 == 0, "P V reduces 16 keys at a time");
 static_assert(!kHasKeyRanges && !kHasMask && !kHasBias && !kHasAlibi && !kHasDropout, "forward_sm80 has these");
 
-// What the launch gives (65536 / kThreads, in eights) moved from the producer to the consumers.
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
-
 using QTile = SlabTile<64, kHeadDim>;  // of one consumer
 using KTile = SlabTile<kBlockN, kHeadDim>;
-using VTile = SlabTile<kBlockN, kHeadDimV>;
-using OutTile = SlabTile<64, kHeadDimV>;
+template <bool kTransposed> struct ValueTile { typedef SlabTile<kBlockN, kHeadDimV> Type; };
+template <> struct ValueTile<true> { typedef SlabTile<kHeadDimV, kBlockN, 1, 32> Type; };
+using VTile = ValueTile<kIsE4m3>::Type;
+using OutTile = SlabTile<64, kHeadDimV, 2>;
 constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;  // accumulators a thread
+
+// What the launch gives (65536 / kThreads, in eights) moved from the producer to the consumers. Where S, O and P are full, what
+// the producer has is too little for working out its next tile; a consumer that spills would wait for every product at once.
+constexpr bool kFull = kScores + kOutputs + kScores / kInRegister > 200;
+constexpr int kProducerRegisters = kConsumers == 2 ? (kFull ? 24 : 40) : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? (kFull ? 240 : 232) : kConsumers == 3 ? 160 : 112;
 
 // A tile of work, decoded by the producer. head < 0: there is no more.
 struct alignas(64) Work {
@@ -29,17 +35,24 @@ struct alignas(64) Work {
 
 // Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
 // A Q stage holds one consumer's rows; there are as many as fit beside 512 bytes of rings and Work, for two tiles at most.
-constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes);
-constexpr int kQFitting = (227 * 1024 - 512 - kKeyBytes) / QTile::kBytes;
+constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes), kQRoom = 227 * 1024 - 512 - kKeyBytes;
+constexpr int kOutOrQBytes = OutTile::kBytes > QTile::kBytes ? OutTile::kBytes : QTile::kBytes;
+// With Q of two tiles, O takes the place of its tile's Q on its way out; else it is stored from registers.
+constexpr bool kStagesOut = kHeadDimV <= kHeadDim && kQRoom >= 2 * kConsumers * kOutOrQBytes;
+constexpr int kQStageBytes = kStagesOut ? kOutOrQBytes : QTile::kBytes, kQFitting = kQRoom / kQStageBytes;
 constexpr int kQStages = kQFitting < 2 * kConsumers ? kQFitting : 2 * kConsumers;
 static_assert(kQStages >= kConsumers, "Q of a whole tile");
-// With Q of two tiles, O takes the place of its tile's Q on its way out; else it is stored from registers.
-constexpr bool kStagesOut = kQStages == 2 * kConsumers && kHeadDimV <= kHeadDim;
-constexpr int kKOffset = kQStages * QTile::kBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
+constexpr int kKOffset = kQStages * kQStageBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
 constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
 constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
 constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
 constexpr int kSharedMemory = kWorkOffset + 2 * sizeof(Work);
+
+// O += P V, V as its tile has it.
+template <class V> DEVICE void issue_values(float (&o_frag)[kOutputs], const u32 (&p_frag)[kScores / kInRegister], OperandOf<V::kPitch> v) {
+  if constexpr (V::kPitch == 32) issue_multiply_e4m3<V>(o_frag, p_frag, v);
+  else issue_multiply<V>(o_frag, p_frag, v);
+}
 
 // Named barriers: one per consumer for its turn, one for all consumers.
 constexpr int kTurn = 1, kAllConsumers = kTurn + kConsumers;
@@ -47,7 +60,7 @@ constexpr int kTurn = 1, kAllConsumers = kTurn + kConsumers;
 struct Shared {
   u32 base;
   DEVICE explicit Shared(u32 base) : base(base) {}
-  DEVICE QTile q(int stage) const { return {base + stage * QTile::kBytes}; }
+  DEVICE QTile q(int stage) const { return {base + stage * kQStageBytes}; }
   DEVICE OutTile out(int q_stage) const { return {q(q_stage).base}; }
   DEVICE KTile k(int stage) const { return {base + kKOffset + stage * KTile::kBytes}; }
   DEVICE VTile v(int stage) const { return {base + kVOffset + stage * VTile::kBytes}; }

@@ -35,6 +35,9 @@ struct Params {
   const float* alibi_slopes;  // [num_heads_q] or [batch, num_heads_q] (batch stride 0 or num_heads_q)
   const float* sinks;         // [num_heads_q] logits that join the softmax denominator only
   const u64* rng_state;       // {seed, offset} of Philox, read on the device
+  const float* q_descale;     // 8 bits: what q, k and v are to be multiplied by, [batch, num_heads_kv] each, or null for 1
+  const float* k_descale;
+  const float* v_descale;
   u32* mask_bits;             // the mask packed tile by tile, see mask_tiles.cuh
   u8* mask_flags;             // what each of those tiles holds
   float* dbias_accum;         // fp32 gradient of bias in fragment order, zeroed, see bias.cuh
@@ -45,6 +48,7 @@ struct Params {
   u8* k_pairs;
   u8* v_pairs;
   u8* dout_pairs;
+  u8* v_tiles;                // 8 bits: v transposed, see values_sm90.cuh
   i64 q_stride_batch, q_stride_row, q_stride_head;
   i64 k_stride_batch, k_stride_row, k_stride_head;
   i64 v_stride_batch, v_stride_row, v_stride_head;

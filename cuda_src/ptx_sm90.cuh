@@ -4,6 +4,23 @@
 #include "params_sm90.cuh"
 #include "ptx_sm80.cuh"
 
+// ---- e4m3: 4 exponent and 3 mantissa bits, up to 448, no infinity ----
+// Four numbers as the nearest e4m3, saturated, the first in the low byte.
+DEVICE u32 pack_e4m3(float a, float b, float c, float d) {
+  u32 r;
+  asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+      : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+DEVICE float unpack_e4m3(u8 bits) {
+  u32 pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)bits));
+  return unpack<false>(pair).x;
+}
+// Four of the eight bytes of low and high, by the nibbles of the selector.
+DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+
+
 // ---- roles ----
 // The value of lane 0, which the compiler then knows to be the same in the whole warp.
 DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
@@ -142,6 +159,8 @@ template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
 #define WGMMA_TEXT_80 WGMMA_TEXT_72 ",%72,%73,%74,%75,%76,%77,%78,%79"
 #define WGMMA_TEXT_88 WGMMA_TEXT_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define WGMMA_TEXT_96 WGMMA_TEXT_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_TEXT_112                                                                                                \
+  WGMMA_TEXT_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define WGMMA_TEXT_128                                                                                                \
   WGMMA_TEXT_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,"   \
                 "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -158,6 +177,7 @@ template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
 #define WGMMA_OF_80 WGMMA_OF_72, WGMMA_OF_8(72)
 #define WGMMA_OF_88 WGMMA_OF_80, WGMMA_OF_8(80)
 #define WGMMA_OF_96 WGMMA_OF_88, WGMMA_OF_8(88)
+#define WGMMA_OF_112 WGMMA_OF_96, WGMMA_OF_8(96), WGMMA_OF_8(104)
 #define WGMMA_OF_128 WGMMA_OF_96, WGMMA_OF_8(96), WGMMA_OF_8(104), WGMMA_OF_8(112), WGMMA_OF_8(120)
 
 // One instruction. N columns, n = N / 2 accumulators, and the numbers of the operands that follow those.
@@ -172,6 +192,18 @@ template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
                "{%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, %" #o6 ";}"                            \
                : WGMMA_OF_##n : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)accumulate), "n"((int)kTransB))
 
+// The same in e4m3: k32, the reduced dimension always along the rows.
+#define WGMMA_SS_E4M3(N, n, o0, o1, o2)                                                                             \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #o2 ", 0; "                                                        \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" WGMMA_TEXT_##n "}, "                    \
+               "%" #o0 ", %" #o1 ", p, 1, 1;}"                                                                      \
+               : WGMMA_OF_##n : "l"(a), "l"(b), "r"((int)accumulate))
+#define WGMMA_RS_E4M3(N, n, o0, o1, o2, o3, o4, o5)                                                                 \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #o5 ", 0; "                                                        \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" WGMMA_TEXT_##n "}, "                    \
+               "{%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1;}"                                      \
+               : WGMMA_OF_##n : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"((int)accumulate))
+
 template <int N> struct Wgmma;
 #define WGMMA_SHAPE(N, n, o0, o1, o2, o3, o4, o5, o6)                                                               \
   template <> struct Wgmma<N> {                                                                                     \
@@ -185,6 +217,12 @@ template <int N> struct Wgmma;
       if constexpr (kIsBf16) WGMMA_RS(N, n, "bf16", o0, o1, o2, o3, o4, o5, o6);                                    \
       else WGMMA_RS(N, n, "f16", o0, o1, o2, o3, o4, o5, o6);                                                       \
     }                                                                                                               \
+    static DEVICE void ss_e4m3(float (&d)[n], u64 a, u64 b, bool accumulate) {                                      \
+      WGMMA_SS_E4M3(N, n, o0, o1, o2);                                                                              \
+    }                                                                                                               \
+    static DEVICE void rs_e4m3(float (&d)[n], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate) {             \
+      WGMMA_RS_E4M3(N, n, o0, o1, o2, o3, o4, o5);                                                                  \
+    }                                                                                                               \
   };
 WGMMA_SHAPE(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_SHAPE(48, 24, 24, 25, 26, 27, 28, 29, 30)
@@ -197,6 +235,7 @@ WGMMA_SHAPE(144, 72, 72, 73, 74, 75, 76, 77, 78)
 WGMMA_SHAPE(160, 80, 80, 81, 82, 83, 84, 85, 86)
 WGMMA_SHAPE(176, 88, 88, 89, 90, 91, 92, 93, 94)
 WGMMA_SHAPE(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA_SHAPE(224, 112, 112, 113, 114, 115, 116, 117, 118)
 WGMMA_SHAPE(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 // Operands: a descriptor of shared memory (see tile_sm90.cuh), or A in registers. Without kTrans an operand is stored with
@@ -208,4 +247,12 @@ DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, bool accumulate) {
 template <int N, bool kIsBf16, bool kTransB>
 DEVICE void wgmma_rs(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate) {
   Wgmma<N>::template rs<kIsBf16, kTransB>(d, a0, a1, a2, a3, b, accumulate);
+}
+// k32 of e4m3. A in registers: a0 is row g, k 4 t .. 4 t + 3; a1 row g + 8; a2 and a3 the same 16 further.
+template <int N> DEVICE void wgmma_e4m3_ss(float (&d)[N / 2], u64 a, u64 b, bool accumulate) {
+  Wgmma<N>::ss_e4m3(d, a, b, accumulate);
+}
+template <int N>
+DEVICE void wgmma_e4m3_rs(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate) {
+  Wgmma<N>::rs_e4m3(d, a0, a1, a2, a3, b, accumulate);
 }

@@ -5,12 +5,14 @@
 #include "ptx_sm90.cuh"
 #include "scores.cuh"
 
+DEVICE float widen(u8 bits) { return unpack_e4m3(bits); }
+
 // Row i of `out` again, by one warp. Control flow is uniform and known to be: were it not, the compiler would keep what the
 // caller has in uniform registers (descriptors above all) in ordinary ones.
 DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, float logsumexp) {
   const int kv_head = head / (p.num_heads_q / p.num_heads_kv);
-  const u16* q = q_of(p, s, head).from(i).first;
-  const Rows<const u16> k = k_of(p, s, kv_head), v = v_of(p, s, kv_head);
+  const Element* q = q_of(p, s, head).from(i).first;
+  const Rows<const Element> k = k_of(p, s, kv_head), v = v_of(p, s, kv_head);
   const Scores scores = scores_of(p, s, head);
   const Span seen = keys_of(p, s, i), keys = {uniform(seen.begin), uniform(seen.end)};
   float acc[kHeadDimV / 32];  // columns lane, lane + 32, ...
@@ -32,10 +34,11 @@ DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, f
       if (d < p.head_dim_v) acc[c] += probability * widen(ld_global(v.from(j).first + d));
     }
   }
+  const float scale = kIsE4m3 ? descale(p, p.v_descale, s.batch, head) : 1.f;
 #pragma unroll
   for (int c = 0; c < kHeadDimV / 32; ++c) {
     const int d = lane_index() + c * 32;
-    if (d < p.head_dim_v) st_global(out_of(p, s, head).from(i).first + d, (u16)pack<kIsBf16>(acc[c], 0.f));
+    if (d < p.head_dim_v) st_global(out_of(p, s, head).from(i).first + d, (u16)pack<kIsBf16>(acc[c] * scale, 0.f));
   }
 }
 

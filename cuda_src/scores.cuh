@@ -7,6 +7,16 @@
 constexpr bool kTransformsScores = kHasSoftcap || kHasBias || kHasAlibi;
 constexpr bool kCapsInSoftmax = kHasSoftcap && !kHasBias && !kHasAlibi;  // forward_sm80: a softcap alone goes into softmax's FFMA too
 
+// Per key head, of a query head: what numbers of 8 bits are to be multiplied by; 1 without.
+DEVICE float descale(const Params& p, const float* factors, int batch, int head) {
+  return factors ? ld_global(factors + ((i64)batch * p.num_heads_kv + head / (p.num_heads_q / p.num_heads_kv))) : 1.f;
+}
+// What q.k is multiplied by. A descale of 0, of a tensor of zeros, must not make -inf of a hidden score a NaN.
+DEVICE float score_scale(const Params& p, int batch, int head) {
+  if constexpr (!kIsE4m3) return p.softmax_scale;
+  else return maximum(p.softmax_scale * descale(p, p.q_descale, batch, head) * descale(p, p.k_descale, batch, head), 1e-30f);
+}
+
 struct Scores {
   float scale_log2;        // softmax_scale * log2(e)
   float tanh_log2;         // softmax_scale / softcap * 2 log2(e): the argument of tanh, as exp2 takes it
@@ -16,9 +26,10 @@ struct Scores {
 
 DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
   Scores scores = {};
-  scores.scale_log2 = p.softmax_scale * kLog2e;
+  const float scale = score_scale(p, s.batch, head);
+  scores.scale_log2 = scale * kLog2e;
   if constexpr (kHasSoftcap) {
-    scores.tanh_log2 = p.softmax_scale / p.softcap * (2.f * kLog2e);
+    scores.tanh_log2 = scale / p.softcap * (2.f * kLog2e);
     scores.softcap_log2 = p.softcap * kLog2e;
   }
   if constexpr (kHasAlibi) scores.slope_log2 = ld_global(p.alibi_slopes + (s.batch * p.alibi_stride_batch + head)) * kLog2e;

@@ -2,10 +2,12 @@
 #pragma once
 #include "ptx_sm80.cuh"
 
-// What q, k, v, out, their gradients and the bias hold. Params has pointers to 16 bits whichever it is.
-template <bool kFourBytes> struct ElementOf { typedef u16 Type; };
-template <> struct ElementOf<true> { typedef float Type; };
-typedef ElementOf<kIsFp32>::Type Element;
+// What q, k, v, their gradients and the bias hold, and what out and its gradient do. Params has pointers to 16 bits whichever it is.
+template <int kBytes> struct ElementOf { typedef u16 Type; };
+template <> struct ElementOf<4> { typedef float Type; };
+template <> struct ElementOf<1> { typedef u8 Type; };
+typedef ElementOf<kIsFp32 ? 4 : kIsE4m3 ? 1 : 2>::Type Element;
+typedef ElementOf<kIsFp32 ? 4 : 2>::Type OutElement;
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int larger(int a, int b) { return a > b ? a : b; }
@@ -73,11 +75,11 @@ DEVICE Rows<const Element> k_of(const Params& p, const Sequence& s, int head) {
 DEVICE Rows<const Element> v_of(const Params& p, const Sequence& s, int head) {
   return rows_of((const Element*)p.v, s.batch, s.k_start, head, p.v_stride_batch, p.v_stride_row, p.v_stride_head);
 }
-DEVICE Rows<Element> out_of(const Params& p, const Sequence& s, int head) {
-  return rows_of((Element*)p.out, s.batch, s.q_start, head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
+DEVICE Rows<OutElement> out_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((OutElement*)p.out, s.batch, s.q_start, head, p.out_stride_batch, p.out_stride_row, p.out_stride_head);
 }
-DEVICE Rows<const Element> dout_of(const Params& p, const Sequence& s, int head) {
-  return rows_of((const Element*)p.dout, s.batch, s.q_start, head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head);
+DEVICE Rows<const OutElement> dout_of(const Params& p, const Sequence& s, int head) {
+  return rows_of((const OutElement*)p.dout, s.batch, s.q_start, head, p.dout_stride_batch, p.dout_stride_row, p.dout_stride_head);
 }
 DEVICE Rows<Element> dq_of(const Params& p, const Sequence& s, int head) {
   return rows_of((Element*)p.dq, s.batch, s.q_start, head, p.dq_stride_batch, p.dq_stride_row, p.dq_stride_head);

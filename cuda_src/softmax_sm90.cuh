@@ -6,12 +6,20 @@
 // the largest of all (2x, measured; rounding the maximum up to an integer is as bad). So the maximum stays only while no
 // key above it weighs more than kMostShare of what its lane has summed up so far, and p stays below kMostLag. The largest
 // error is then that of the true maximum.
+//
+// In 8 bits P has 3 bits of mantissa and ends at 2^-9 and 448. So the maximum's p is 256, which e4m3 has exactly and which keeps p
+// down to 2^-17 of it apart from 0; the lag is what is left up to 448, beyond which a p would be cut off. row_max is then 8 less
+// than the maximum, row_sum 256 times as much, and nothing else changes. Sums are those of p before it is rounded: logsumexp is
+// as exact as the scores, and what rounding does to P does not add up.
 #pragma once
 #include "mask.cuh"
 #include "ptx_sm90.cuh"
 #include "softmax.cuh"
 
-constexpr float kMostShare = 0.5f, kMostLag = 256.f;  // kMostLag = 1: always the true maximum
+constexpr float kMostShare = 0.5f;
+constexpr float kTopP = kIsE4m3 ? 256.f : 1.f, kTopLog2 = kIsE4m3 ? 8.f : 0.f;  // p of the maximum
+constexpr float kMostLag = kIsE4m3 ? 448.f : 256.f;                             // largest p; kTopP: always the true maximum
+constexpr int kInRegister = kIsE4m3 ? 4 : 2;                                    // numbers of P
 constexpr float kLowest = -3.4028234e38f;  // no maximum yet; finite, so that -inf - kLowest is no NaN
 
 // Multiplies this thread's rows of the accumulators.
@@ -32,7 +40,7 @@ struct LaggingSoftmax {
 
   // The largest p that does not ask for a new maximum.
   DEVICE float largest_p(int half) const {
-    const float share = maximum(row_sum[half] * kMostShare, 1.f);
+    const float share = maximum(row_sum[half] * kMostShare, kTopP);
     return share < kMostLag ? share : kMostLag;
   }
 
@@ -52,7 +60,7 @@ struct LaggingSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float pair_max = maximum(tile_max[half], shfl_xor(tile_max[half], 1));
-      const float grown = maximum(row_max[half], maximum(pair_max, shfl_xor(pair_max, 2)));
+      const float grown = maximum(row_max[half], maximum(pair_max, shfl_xor(pair_max, 2)) - kTopLog2);
       factor[half] = exp2_approx(row_max[half] - grown);
       row_sum[half] *= factor[half];
       row_max[half] = grown;
@@ -61,22 +69,36 @@ struct LaggingSoftmax {
   }
 
   // S -> P, the A operand of the next product.
-  template <int kCount> DEVICE void exponentiate(u32 (&p_frag)[kCount / 2], const float (&s_frag)[kCount], float scale_log2) {
+  template <int kCount>
+  DEVICE void exponentiate(u32 (&p_frag)[kCount / kInRegister], const float (&s_frag)[kCount], float scale_log2) {
+    if constexpr (kIsE4m3) {
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const int half = i >> 1 & 1;
-      const float even = exp2_approx(s_frag[i] * scale_log2 - row_max[half]);
-      const float odd = exp2_approx(s_frag[i + 1] * scale_log2 - row_max[half]);
-      row_sum[half] += even;
-      row_sum[half] += odd;
-      p_frag[i / 2] = pack<kIsBf16>(even, odd);
+      for (int i = 0; i < kCount; i += 8)  // the keys of a row in two fragments, see values_sm90.cuh
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float p[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) p[e] = exp2_approx(s_frag[i + e / 2 * 4 + half * 2 + e % 2] * scale_log2 - row_max[half]);
+          row_sum[half] += (p[0] + p[1]) + (p[2] + p[3]);
+          p_frag[i / 4 + half] = pack_e4m3(p[0], p[1], p[2], p[3]);
+        }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        const int half = i >> 1 & 1;
+        const float even = exp2_approx(s_frag[i] * scale_log2 - row_max[half]);
+        const float odd = exp2_approx(s_frag[i + 1] * scale_log2 - row_max[half]);
+        row_sum[half] += even;
+        row_sum[half] += odd;
+        p_frag[i / 2] = pack<kIsBf16>(even, odd);
+      }
     }
   }
 
   // The same without a look at the scores before: none of them asks for a new maximum if all of their p together do not.
   // Where they do (rarely, past the first blocks), grow() decides, O is multiplied here, and P computed again.
   template <int kCount, int kOutputs>
-  DEVICE void speculate(u32 (&p_frag)[kCount / 2], float (&s_frag)[kCount], float (&o_frag)[kOutputs], float scale_log2) {
+  DEVICE void speculate(u32 (&p_frag)[kCount / kInRegister], float (&s_frag)[kCount], float (&o_frag)[kOutputs], float scale_log2) {
     const float before[2] = {row_sum[0], row_sum[1]};
     const float allowed[2] = {row_sum[0] + largest_p(0), row_sum[1] + largest_p(1)};
     exponentiate(p_frag, s_frag, scale_log2);

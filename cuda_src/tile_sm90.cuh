@@ -1,23 +1,25 @@
 // Tiles as TMA writes and wgmma reads them, operand descriptors, products, and rings of stages.
 //
-// Layout of a tile: slabs of 64 columns; in a slab a row is 128 bytes, and chunk c (16 bytes) of row r lies where chunk
-// c ^ (r % 8) would: the hardware's 128-byte swizzle. A last slab of 32 columns takes the room of a whole one; products
-// stop at kColumns.
+// Layout of a tile: slabs of 128 bytes of columns; in a slab a row is 128 bytes, and chunk c (16 bytes) of row r lies where
+// chunk c ^ (r % 8) would: the hardware's 128-byte swizzle. A last slab that columns fill in part takes the room of a whole
+// one; products stop at kColumns. Tiles that TMA does not write may have slabs of 32 bytes, chunk c where c ^ (r / 4 % 2) would be.
 #pragma once
 #include "ptx_sm90.cuh"
 #include "seqlen.cuh"
 
 // An operand of wgmma in shared memory, in units of 16 bytes: its start in bits 0-13, the distance of slabs in 16-29 (read
-// only where the reduced dimension runs across rows), the distance of 8 rows in 32-45; 128-byte swizzle in 62-63.
-struct Operand {
+// only where the reduced dimension runs across rows), the distance of 8 rows in 32-45; in 62-63 the swizzle, of 128 or 32 bytes.
+template <int kPitch> struct OperandOf {
+  static_assert(kPitch == 128 || kPitch == 32, "bytes of a row in a slab");
   u32 low;
-  DEVICE u64 at(u32 bytes) const { return (u64)(1u << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4)); }
+  DEVICE u64 at(u32 bytes) const { return (u64)((kPitch == 128 ? 1u : 3u) << 30 | kPitch * 8 >> 4) << 32 | (low + (bytes >> 4)); }
 };
+using Operand = OperandOf<128>;
 
-template <int kRowCount, int kColumnCount> struct SlabTile {
+template <int kRowCount, int kColumnCount, int kElementBytes = sizeof(Element), int kPitchBytes = 128> struct SlabTile {
   static constexpr int kRows = kRowCount, kColumns = kColumnCount;
-  static constexpr int kPitch = 128;  // bytes
-  static constexpr int kSlabs = (kColumns + 63) / 64;
+  static constexpr int kPitch = kPitchBytes, kSlabColumns = kPitch / kElementBytes;
+  static constexpr int kSlabs = (kColumns + kSlabColumns - 1) / kSlabColumns;
   static constexpr int kSlabBytes = kRows * kPitch;
   static constexpr int kBytes = kSlabs * kSlabBytes;
   static_assert(kRows % 8 == 0 && kRows <= 256 && kColumns % 32 == 0, "whole swizzle patterns, one TMA box a slab");
@@ -29,14 +31,15 @@ template <int kRowCount, int kColumnCount> struct SlabTile {
     mbarrier_arrive_expect_tx(barrier, kBytes);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)
-      tma_load_4d(base + slab * kSlabBytes, map, barrier, slab * 64, row, head, batch);
+      tma_load_4d(base + slab * kSlabBytes, map, barrier, slab * kSlabColumns, row, head, batch);
   }
 
-  DEVICE Operand operand(int row = 0) const {
+  DEVICE OperandOf<kPitch> operand(int row = 0) const {
     return {((base + row * kPitch) & 0x3ffff) >> 4 | (u32)(kSlabBytes >> 4) << 16};
   }
-  // Byte offsets of the k-th piece of 16 along the rows, and of 16 rows.
-  static constexpr u32 along(int k) { return k / 4 * kSlabBytes + k % 4 * 32; }
+  static constexpr int kPieces = kColumns * kElementBytes / 32;  // that one product reduces, along the rows
+  // Byte offsets of the k-th such piece, and of 16 rows.
+  static constexpr u32 along(int k) { return k * 32 / kPitch * kSlabBytes + k * 32 % kPitch; }
   static constexpr u32 across(int k) { return k * 16 * kPitch; }
 };
 
@@ -47,8 +50,10 @@ template <class A, class B>
 DEVICE void issue_multiply_transposed(float (&acc)[B::kRows / 2], Operand a, Operand b) {
   static_assert(A::kColumns == B::kColumns, "reduced dimension");
 #pragma unroll
-  for (int k = 0; k < A::kColumns / 16; ++k)
-    wgmma_ss<B::kRows, kIsBf16, false, false>(acc, a.at(A::along(k)), b.at(B::along(k)), k != 0);
+  for (int k = 0; k < A::kPieces; ++k) {
+    if constexpr (kIsE4m3) wgmma_e4m3_ss<B::kRows>(acc, a.at(A::along(k)), b.at(B::along(k)), k != 0);
+    else wgmma_ss<B::kRows, kIsBf16, false, false>(acc, a.at(A::along(k)), b.at(B::along(k)), k != 0);
+  }
   wgmma_commit();
 }
 
@@ -59,6 +64,15 @@ DEVICE void issue_multiply(float (&acc)[B::kColumns / 2], const u32 (&a_frag)[B:
   for (int k = 0; k < B::kRows / 16; ++k)
     wgmma_rs<B::kColumns, kIsBf16, true>(acc, a_frag[4 * k], a_frag[4 * k + 1], a_frag[4 * k + 2], a_frag[4 * k + 3],
                                          b.at(B::across(k)), true);
+  wgmma_commit();
+}
+
+// acc [64, B rows] += A B^T in e4m3, A in registers.
+template <class B>
+DEVICE void issue_multiply_e4m3(float (&acc)[B::kRows / 2], const u32 (&a_frag)[B::kColumns / 8], OperandOf<B::kPitch> b) {
+#pragma unroll
+  for (int k = 0; k < B::kPieces; ++k)
+    wgmma_e4m3_rs<B::kRows>(acc, a_frag[4 * k], a_frag[4 * k + 1], a_frag[4 * k + 2], a_frag[4 * k + 3], b.at(B::along(k)), true);
   wgmma_commit();
 }
 

@@ -8,15 +8,16 @@ import numbers
 
 import torch
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 
 
 def check(
     q, k, v, *, causal, softmax_scale, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, cu_seqlens_q,
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline, descales=None,
 ) -> list[str]:  # fmt: skip
     """Everything wrong with one call's arguments, each with its value and what is allowed; empty when nothing is."""
     problems: list[str] = []
+    descales = descales or {}
     _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, on_decline)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is not None and (not isinstance(length, _INTEGERS) or isinstance(length, bool)):
@@ -24,7 +25,7 @@ def check(
     for name, tensor in (
         ("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask), ("key_ranges", key_ranges),
         ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("cu_seqlens_q", cu_seqlens_q),
-        ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k),
+        ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k), *descales.items(),
     ):  # fmt: skip
         if tensor is None and name not in "qkv":
             continue
@@ -43,7 +44,9 @@ def check(
         if tensor.dim() != rank:
             problems.append(f"{name} has shape {_shape(tensor)}; {layout} is needed")
         if tensor.dtype not in FLOATING:
-            problems.append(f"{name} has dtype {tensor.dtype}; one of float16, bfloat16, float32, float64 is needed")
+            problems.append(
+                f"{name} has dtype {tensor.dtype}; one of float16, bfloat16, float32, float64, float8_e4m3fn is needed"
+            )
         if tensor.device != q.device:
             problems.append(f"{name} is on {tensor.device}, q on {q.device}; all must be on one device")
     if problems:
@@ -52,6 +55,7 @@ def check(
     if not problems:
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
         _check_extras(problems, q, k, batch, bias, mask, key_ranges, alibi_slopes, sinks, varlen)
+        _check_eight_bits(problems, q, k, v, batch, sinks, descales)
         _check_lengths(problems, q, k, varlen, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     return problems
 
@@ -157,6 +161,37 @@ def _check_extras(
                          ("sinks", sinks)):  # fmt: skip
         if tensor is not None and tensor.device != q.device:
             problems.append(f"{name} is on {tensor.device}, q on {q.device}; all must be on one device")
+
+
+def _check_eight_bits(problems: list[str], q, k, v, batch: int, sinks, descales) -> None:
+    """What goes with numbers of 8 bits: all three have them, factors, no gradients."""
+    eight = [tensor.dtype.itemsize == 1 for tensor in (q, k, v)]
+    if any(eight) and not all(eight):
+        problems.append(f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; float8_e4m3fn is taken for all three or none")
+    if any(eight):
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+            if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+                problems.append(
+                    f"{name} requires a gradient, and attention in 8 bits has a forward only; pass {name}.detach()"
+                )
+    target = (batch, k.shape[-2])
+    for name, factors in descales.items():
+        if factors is None:
+            continue
+        if not all(eight):
+            problems.append(
+                f"{name} belongs to q, k and v in float8_e4m3fn, and {name[0]} is {q.dtype}; scale {name[0]} itself"
+            )
+        elif factors.dtype != torch.float32 or not _broadcasts(tuple(factors.shape), target):
+            problems.append(
+                f"{name} is {factors.dtype} {_shape(factors)}; float32 that broadcasts to [batch, num_heads_kv] = {list(target)} is needed"
+            )
+        elif factors.device != q.device:
+            problems.append(f"{name} is on {factors.device}, q on {q.device}; all must be on one device")
+        elif factors.requires_grad and torch.is_grad_enabled():
+            problems.append(f"{name} requires a gradient, which nothing here gives it; pass {name}.detach()")
+        elif factors.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((factors >= 0).all()):
+            problems.append(f"{name} has the value {float(factors.min())}; factors must be positive")
 
 
 def _broadcasts(shape: tuple, target: tuple) -> bool:

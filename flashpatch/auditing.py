@@ -12,7 +12,7 @@ import torch
 
 from . import dry_runs, execution, planning
 from .environment import Environment, environment
-from .problem import DIRECTIONS, DTYPES, Decline, Device, Problem, Reason
+from .problem import DIRECTIONS, DTYPES, SCALED, Decline, Device, Problem, Reason
 from .support_table import Support, support_of
 
 
@@ -145,7 +145,7 @@ def grid(model, *, dtype: str | None = None, inputs=None, **load) -> GridReport:
                 capability.generation, matrix.generations[capability.generation], [number], list(capability.gpus),
                 device.shared_memory, name, direction, *_tallied(asked, device, name, direction),
             )
-            for name in DTYPES if dtype in (None, name) for direction in DIRECTIONS
+            for name in DTYPES if name not in SCALED and dtype in (None, name) for direction in DIRECTIONS
         ]  # fmt: skip
         key = (capability.generation, *(str(square.tallies) for square in squares))
         if key in found:  # decides as one before it

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .call import out_dtype
 from .ops import attention
 
 SDPA_BACKENDS = {
@@ -27,16 +28,23 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-VARIANTS = ("flashpatch", "flashpatch_tf32", *SDPA_BACKENDS, "fa3", "eager")
+VARIANTS = ("flashpatch", "flashpatch_tf32", "flashpatch_bf16", *SDPA_BACKENDS, "fa3", "eager")
 # The side of the square matrices whose product in the inputs' dtype is the ceiling.
 CEILING_SIZE = 8192
 
 
 def peers(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
-    """What flashpatch can be timed beside here; in fp32 also flashpatch with its products rounded to TF32."""
+    """What flashpatch can be timed beside here; in fp32 also flashpatch with its products rounded to TF32, in 8 bits flashpatch in
+    bfloat16."""
     if dtype == torch.float32:  # of SDPA's fast backends one takes it
         return ("flashpatch_tf32", "sdpa_efficient")
-    return (*SDPA_BACKENDS, *(("fa3",) if importlib.util.find_spec("fa3_fwd_interface") else ()))
+    fa3 = ("fa3",) if importlib.util.find_spec("fa3_fwd_interface") else ()
+    return ("flashpatch_bf16", *fa3) if dtype.itemsize == 1 else (*SDPA_BACKENDS, *fa3)
+
+
+def directions(dtype: torch.dtype) -> tuple[str, ...]:
+    """What attention of a dtype has."""
+    return ("forward",) if dtype.itemsize == 1 else ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -141,35 +149,49 @@ def bench(
     report.ceiling_tflops = statistics.median(ceilings)
     failed = {timing.variant for timing in report.timings if timing.error}
     for shape in dict.fromkeys(Shape(1, 2048, 2, 2, shape.head_dim, shape.causal) for shape in shapes):
-        report.accuracies += _accuracies(shape, dtype, [v for v in (*variants, "eager") if v not in failed], device)
+        others = () if dtype.itemsize == 1 else ("eager",)
+        named = [variant for variant in (*variants, *others) if variant not in failed]
+        report.accuracies += _accuracies(shape, dtype, named, device, "backward" in directions)
     report.host_microseconds = host_cost(variants, dtype, device)
     return report
 
 
 def _ceiling(dtype, device) -> float:
     """TFLOP/s of the library's matrix product, random data: what the tensor cores give at this card's clocks and power."""
-    a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * CEILING_SIZE**3 / milliseconds(lambda: a @ b, device) / 1e9
+    a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device).to(dtype) for _ in range(2))
+
+    def product():
+        if dtype.itemsize > 1:
+            return a @ b
+        one = torch.ones((), device=device)
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=out_dtype(dtype))
+
+    return 2.0 * CEILING_SIZE**3 / milliseconds(product, device) / 1e9
 
 
-def _accuracies(shape: Shape, dtype, variants, device) -> list[Accuracy]:
+def _accuracies(shape: Shape, dtype, variants, device, backward: bool) -> list[Accuracy]:
     generator = torch.Generator(device).manual_seed(0)
     size = (shape.batch, shape.seqlen, shape.num_heads, shape.head_dim)
     q, k, v, dout = (torch.randn(size, device=device, generator=generator).to(dtype) for _ in range(4))
 
     def results(variant, *inputs):
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        leaves = [tensor.detach().requires_grad_(backward) for tensor in _cast(variant, *inputs)]
         with _precision(variant):
             out = call(variant, *leaves, shape.causal)
-            return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+            return out.detach(), *(torch.autograd.grad(out, leaves, dout.to(out.dtype)) if backward else ())
 
     expected = results("eager", q.double(), k.double(), v.double())
     found = []
     for variant in dict.fromkeys(variants):
-        for name, actual, right in zip(("out", "dq", "dk", "dv"), results(variant, q, k, v), expected, strict=True):
+        for name, actual, right in zip(("out", "dq", "dk", "dv"), results(variant, q, k, v), expected, strict=False):
             error = (actual.double() - right).abs()
             found.append(Accuracy(shape, variant, name, float(error.max()), float(error.square().mean().sqrt())))
     return found
+
+
+def _cast(variant: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The inputs in the dtype that a variant's name asks for."""
+    return tuple(tensor.to(torch.bfloat16) for tensor in tensors) if variant.endswith("_bf16") else tensors
 
 
 @contextlib.contextmanager
@@ -185,7 +207,7 @@ def _precision(variant: str):
 
 def _inputs(shape: Shape, dtype, device, requires_grad: bool):
     def make(heads):
-        tensor = torch.randn(shape.batch, shape.seqlen, heads, shape.head_dim, device=device, dtype=dtype)
+        tensor = torch.randn(shape.batch, shape.seqlen, heads, shape.head_dim, device=device).to(dtype)
         return tensor.requires_grad_(requires_grad)
 
     return make(shape.num_heads), make(shape.num_heads_kv), make(shape.num_heads_kv)
@@ -226,7 +248,7 @@ def _eager(q, k, v, causal: bool) -> torch.Tensor:
 def _bench_shape(shape: Shape, dtype, variants, directions, rounds: int, device) -> list[Timing]:
     backward = "backward" in directions
     q, k, v = _inputs(shape, dtype, device, backward)
-    dout = torch.randn(shape.batch, shape.seqlen, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
+    dout = torch.randn(shape.batch, shape.seqlen, shape.num_heads, shape.head_dim, device=device).to(out_dtype(dtype))
     runs, timings = {}, []
     for variant in variants:
         for direction in directions:
@@ -256,7 +278,7 @@ def _bench_shape(shape: Shape, dtype, variants, directions, rounds: int, device)
 
 def _runner(variant: str, direction: str, q, k, v, dout, shape: Shape):
     if direction == "forward":
-        q, k, v = (tensor.detach() for tensor in (q, k, v))
+        q, k, v = (tensor.detach() for tensor in _cast(variant, q, k, v))
 
         def run():
             with torch.no_grad(), _precision(variant):
@@ -294,7 +316,7 @@ def host_cost(variants, dtype, device, calls: int = 2000) -> dict[str, float]:
     costs = {}
     with torch.no_grad():
         for variant in variants:
-            if variant in ("eager", "flashpatch_tf32"):
+            if variant in ("eager", "flashpatch_tf32", "flashpatch_bf16"):
                 continue
             backend = SDPA_BACKENDS.get(variant)
             views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
@@ -324,12 +346,12 @@ def speed_table(report: dict) -> str:
         shape = timing["shape"]
         key = (shape["head_dim"], "causal" if shape["causal"] else "full", shape["seqlen"])
         cells.setdefault(key, {}).setdefault(timing["variant"], {})[timing["direction"]] = timing["tflops"]
-    variants = list(dict.fromkeys(timing["variant"] for timing in report["timings"]))
+    variants, kinds = (list(dict.fromkeys(t[key] for t in report["timings"])) for key in ("variant", "direction"))
     columns = ["head_dim, mask, seqlen", *variants, "against the best of the others", "of the matrix product"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
     def both(row: dict, figure) -> str:
-        return " / ".join(figure(row, direction) for direction in ("forward", "backward"))
+        return " / ".join(figure(row, direction) for direction in kinds)
 
     def best(row: dict, direction: str) -> float:
         return max(
@@ -357,7 +379,8 @@ def accuracy_table(report: dict) -> str:
     lines = [f"| head_dim, mask | {' | '.join(variants)} |", "|---" * (len(variants) + 1) + "|"]
     for (head_dim, mask), row in cells.items():
         figures = [
-            " / ".join(f"{row[variant][name]:.1e}" for name in ("out", "dq", "dk", "dv")) for variant in variants
+            " / ".join(f"{row[variant][name]:.1e}" for name in ("out", "dq", "dk", "dv") if name in row[variant])
+            for variant in variants
         ]
         lines.append(f"| {head_dim} {mask} | {' | '.join(figures)} |")
     return "\n".join(lines)

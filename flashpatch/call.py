@@ -9,8 +9,15 @@ import torch
 # The optional tensors of a call, in the order of struct Params.
 TENSORS = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "alibi_slopes", "sinks", "rng_state",
+    "q_descale", "k_descale", "v_descale",
 )  # fmt: skip
+DESCALES = ("q_descale", "k_descale", "v_descale")
 NO_POINTERS = (0,) * len(TENSORS)
+
+
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of out for q, k and v of a dtype: their own, of 8 bits bfloat16."""
+    return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
 @dataclass(slots=True)
@@ -38,6 +45,9 @@ class Call:
     cu_seqlens_k: torch.Tensor | None = None  # [batch + 1], int32
     seqused_k: torch.Tensor | None = None  # [batch], int32
     rng_state: torch.Tensor | None = None  # [2], int64: Philox seed and offset
+    q_descale: torch.Tensor | None = None  # [batch, num_heads_kv], fp32: q of 8 bits stands for q_descale * q
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
     ready: object = None  # the prepared launch of a Call that is kept for one signature of tensors on a GPU
     bias_gradient: bool = True  # whether anybody wants the gradient of the bias
     expanded: bool = False  # whether masks and biases have their full shapes, which all layers below `ops` rely on
@@ -53,6 +63,9 @@ class Call:
             and self.alibi_slopes is None
             and self.sinks is None
             and self.rng_state is None
+            and self.q_descale is None
+            and self.k_descale is None
+            and self.v_descale is None
         )
 
     def pointers(self) -> tuple[int, ...]:

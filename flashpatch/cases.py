@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import planning
-from .call import Call
-from .problem import Device, Plan, Problem
+from .call import DESCALES, Call
+from .problem import SCALED, Device, Plan, Problem
 
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8"}
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,12 @@ def _case(device: Device, dtype: str, bucket: int, features: frozenset[str], num
     # One row per head is too small a sample: the largest error of eager attention over a few rows of a peaked softmax
     # says nothing of what the next few rows would show.
     batch = 8 if sizes[number % len(sizes)][0] == 1 and "varlen" not in features else 2
-    smaller = planning.support().bucket(bucket - 8) == bucket and (padded or (device.backend != "gpu" and number % 2))
+    step = planning.head_dim_step(dtype)
+    smaller = planning.support().bucket(bucket - step) == bucket and (
+        padded or (device.backend != "gpu" and number % 2)
+    )
     return Case(
-        _problem(dtype, bucket - 8 if smaller else bucket, features),
+        _problem(dtype, bucket - step if smaller else bucket, features),
         batch,
         *sizes[number % len(sizes)],
         *((4, 2) if "gqa" in features else (2, 2)),
@@ -121,7 +124,8 @@ def _case(device: Device, dtype: str, bucket: int, features: frozenset[str], num
 
 
 def _problem(dtype: str, head_dim: int, features: frozenset[str]) -> Problem:
-    head_dim_v = max(head_dim * 2 // 3 // 8 * 8, 8) if "unequal_head_dims" in features else head_dim
+    step = planning.head_dim_step(dtype)
+    head_dim_v = max(head_dim * 2 // 3 // step * step, step) if "unequal_head_dims" in features else head_dim
     head_dim_v = min(head_dim_v, max(planning.support().head_dims_v))
     return Problem("forward", dtype, head_dim, head_dim_v, features)
 
@@ -182,6 +186,9 @@ def make_inputs(case: Case, device: torch.device | str, seed: int) -> Inputs:
     for name in _FEATURES:  # in a fixed order, so that adding one feature does not change the other's numbers
         if name in features:
             _FEATURES[name](case, draw)
+    if case.problem.dtype in SCALED:
+        shape = (_batch(case, draw), case.num_heads_kv)
+        draw.keywords |= {name: draw.factors(shape) for name in DESCALES}
     if "varlen" in features:
         rows_q, rows_k = int(draw.keywords["cu_seqlens_q"][-1]), int(draw.keywords["cu_seqlens_k"][-1])
         q_shape, k_shape = (rows_q, case.num_heads_q), (rows_k, case.num_heads_kv)
@@ -216,6 +223,9 @@ class _Draw:
     def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator)
 
+    def factors(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator).add(0.5).to(self.device)
+
     def integers(self, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
 
@@ -226,7 +236,8 @@ def _room(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device) -> to
     if layout == "transposed":
         return torch.full((*rows[:-1], heads, rows[-1], dim), math.nan, dtype=dtype, device=device).transpose(-3, -2)
     if layout == "sliced":
-        return torch.full((*rows, heads + 1, dim + 8), math.nan, dtype=dtype, device=device)[..., :heads, :dim]
+        wider = dim + max(8, 16 // dtype.itemsize)
+        return torch.full((*rows, heads + 1, wider), math.nan, dtype=dtype, device=device)[..., :heads, :dim]
     return torch.full(shape, math.nan, dtype=dtype, device=device)
 
 
@@ -380,4 +391,5 @@ def _call(q: torch.Tensor, k: torch.Tensor, case: Case, keywords: dict, seed: in
         cu_seqlens_k=keywords.get("cu_seqlens_k"),
         seqused_k=keywords.get("seqused_k"),
         rng_state=torch.tensor([seed, 4], dtype=torch.int64, device=q.device) if dropout else None,
+        **{name: keywords.get(name) for name in DESCALES},
     )

@@ -168,8 +168,12 @@ def _run(command: Sequence[str], what: str, folder: str) -> None:
 def constants(config: Config) -> str:
     """The Config as C++ constants, put in front of the kernel's source (`head_dim` -> `kHeadDim`)."""
     lines = [
-        f"constexpr bool kIs{name} = {str(config.dtype == dtype).lower()};"
-        for name, dtype in (("Bf16", "bfloat16"), ("Fp32", "float32"))
+        f"constexpr bool kIs{name} = {str(config.dtype in dtypes).lower()};"
+        for name, dtypes in (
+            ("Bf16", ("bfloat16", "float8_e4m3fn")),  # numbers of 16 bits, which out of 8 bits has
+            ("Fp32", ("float32",)),
+            ("E4m3", ("float8_e4m3fn",)),
+        )
     ]
     for field in dataclasses.fields(config):
         if field.name not in ("kernel", "dtype"):

@@ -18,6 +18,7 @@ from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
 
 DTYPES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
+    torch.float8_e4m3fn: "float8_e4m3fn",
 }  # fmt: skip
 # Decoding makes a new signature a step; a cache this full starts again.
 _MOST_SIGNATURES = 4096

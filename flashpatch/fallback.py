@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from flashpatch.call import Call
+from flashpatch.call import Call, out_dtype
 
 # Scores held at once over all batches and heads. On a CPU 2^20 fp32 scores stay near the caches and still keep small
 # problems in one tile; a GPU needs larger tiles to be busy, and 2^24 fp32 scores are 64 MiB.
@@ -85,7 +85,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
     Returns out, contiguous, [batch, seqlen_q, num_heads_q, head_dim_v] in q's dtype, and logsumexp, natural log,
     [batch, num_heads_q, seqlen_q] in fp32 (fp64 for fp64 inputs); varlen: [total_q, ...] and [num_heads_q, total_q].
     A row that sees nothing has out 0 and logsumexp -inf (the sink's value if there is one).
+    q, k and v of 8 bits are taken in fp32, times their factors, and out is bfloat16.
     """
+    if q.dtype.itemsize == 1:
+        out, logsumexp = forward(*_dequantised(q, k, v, call), call)
+        return out.to(out_dtype(q.dtype)), logsumexp
     work = _Work(q, k, v, call)
     contain = work.masked and not work.known_finite(k, v)
     keep_scale = work.keep_scale
@@ -133,7 +137,12 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
 
     dout as out; dlogsumexp as logsumexp, or None. Returns dq, dk, dv in the shapes and dtypes of q, k, v;
     dbias, or None without a bias, with size 1 where `call.bias` is expanded by stride 0; dsinks [num_heads_q], or None.
+    Raises TypeError for 8 bits, which have no gradients.
     """
+    if q.dtype.itemsize == 1:
+        raise TypeError(
+            f"flashpatch attention of {q.dtype} has a forward only; for gradients pass q, k and v in bfloat16"
+        )
     work = _Work(q, k, v, call, (out, logsumexp))
     contain = work.masked and not work.known_finite(q, k, v, dout)
     keep_scale = work.keep_scale
@@ -202,6 +211,27 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     if dsinks is not None:
         dsinks = dsinks.flatten().to(call.sinks.dtype)
     return dq, dk, dv, dbias, dsinks
+
+
+def _dequantised(q, k, v, call: Call):
+    """q, k and v of 8 bits as fp32 numbers, each times the factor of its sequence and key head."""
+    group = q.shape[-2] // max(1, k.shape[-2])
+
+    def scaled(tensor, descale, starts, group):
+        if descale is None or descale.numel() == 0:
+            return tensor.float()
+        descale = descale.repeat_interleave(group, 1) if group > 1 else descale
+        if starts is None:
+            return tensor.float() * descale[:, None, :, None]
+        rows = torch.arange(tensor.shape[0], device=tensor.device)
+        sequence = torch.searchsorted(starts[1:].long(), rows, right=True).clamp_(max=starts.numel() - 2)
+        return tensor.float() * descale[sequence][..., None]
+
+    return (
+        scaled(q, call.q_descale, call.cu_seqlens_q, group),
+        scaled(k, call.k_descale, call.cu_seqlens_k, 1),
+        scaled(v, call.v_descale, call.cu_seqlens_k, 1),
+    )
 
 
 class _Work:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from . import compiler, emulator, planning, tensor_maps
-from .call import TENSORS, Call
+from .call import TENSORS, Call, out_dtype
 from .planning import shared_memory, value_parts
 from .problem import Config, Device, Plan, Reason
 from .tile_counts import Shapes, splits, takes_maps
@@ -27,8 +27,8 @@ from .tile_counts import Shapes, splits, takes_maps
 POINTERS = (
     "q", "k", "v", "out", "logsumexp", "dout", "dq", "dk", "dv", "dlogsumexp", "delta", "dq_accum", "dq_turns",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "key_ranges", "mask", "bias", "dbias", "alibi_slopes", "sinks",
-    "rng_state", "mask_bits", "mask_flags", "dbias_accum", "key_hulls", "dkv_accum", "q_pairs", "k_pairs", "v_pairs",
-    "dout_pairs",
+    "rng_state", "q_descale", "k_descale", "v_descale", "mask_bits", "mask_flags", "dbias_accum", "key_hulls", "dkv_accum",
+    "q_pairs", "k_pairs", "v_pairs", "dout_pairs", "v_tiles",
 )  # fmt: skip
 STRIDES = (
     *(
@@ -48,16 +48,17 @@ FLOATS = ("softmax_scale", "softcap", "dropout_p")
 # In the order of struct Params in cuda_src/params.cuh.
 FIELDS = POINTERS + STRIDES + INTEGERS + FLOATS
 # The pointers in the pieces that a call packs: what a forward reads and writes, all of a backward, the call's own tensors
-# and workspaces, the records of q, k, v and dout.
+# and workspaces, the records of q, k, v and dout and the tiles of v.
 _INPUTS, _RESULTS, _ALL = (struct.Struct(f"={count}Q") for count in (3, 2, 13))
-_OPTIONAL = struct.Struct("=15Q")
-_RECORDS = struct.Struct("=4Q")
+_OPTIONAL = struct.Struct("=18Q")
+_RECORDS = struct.Struct("=5Q")
 _NO_BACKWARD = bytes(_ALL.size - _INPUTS.size - _RESULTS.size)
 _NO_RECORDS = bytes(_RECORDS.size)
 _REST = struct.Struct(f"={len(STRIDES)}q{len(INTEGERS)}i{len(FLOATS)}f")
 # struct ParamsSm90 of cuda_src/params_sm90.cuh: maps of q, k, v, out, dout, then Params, then the tile counters
 _COUNTERS = struct.Struct("=Q")
-_ARGUMENT_BYTES = 5 * tensor_maps.BYTES + 8 * len(POINTERS) + _REST.size + _COUNTERS.size
+_MAPS_BYTES = 5 * tensor_maps.BYTES
+_ARGUMENT_BYTES = _MAPS_BYTES + 8 * len(POINTERS) + _REST.size + _COUNTERS.size
 # cuLaunchKernel's limit for gridDim.x
 _MAX_BLOCKS = 2**31 - 1
 
@@ -96,6 +97,8 @@ def configs(config: Config) -> tuple[Config, ...]:
             _helper(config, f"backward_dq{suffix}", 4),
             *((_bias_helper(config, config.wide_bias),) if config.has_bias else ()),
         )
+    if planning.takes_value_tiles(config):
+        return (_values_helper(config), config)
     if config.kernel.startswith("backward"):
         around = [_helper(config, *kernel) for kernel in (("backward_prepare_sm90", 8), ("backward_finish_sm90", 4))]
         before, after = (replace(helper, block_n=config.block_n) for helper in around)
@@ -125,6 +128,12 @@ def _split_helper(config: Config) -> Config:
     return replace(_helper(config, f"{config.kernel.split('_')[0]}_split", 8), block_n=config.block_n)
 
 
+def _values_helper(config: Config) -> Config:
+    """What transposes v of 8 bits into the tiles of a kernel: it knows no q."""
+    helper = _helper(config, "forward_values_sm90", 4)
+    return replace(helper, head_dim=config.head_dim_v, block_m=64, block_n=config.block_n)
+
+
 def _bias_helper(config: Config, wide: bool) -> Config:
     """What brings the gradient of a bias from the order of a kernel's threads into its own, in fp32 or q's dtype."""
     wide = wide and config.dtype != "float32"
@@ -147,7 +156,7 @@ class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
     __slots__ = (
-        "after", "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "pairs", "plan", "rest", "tma",
+        "after", "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "plan", "records", "rest", "tma",
         "varlen",
     )  # fmt: skip
 
@@ -155,7 +164,7 @@ class Forward:
         self.plan = plan
         q, k, v = map(_readable, (q, k, v))
         out_shape = (*q.shape[:-1], v.shape[-1])
-        self.new_out = _like(out_shape, q.dtype, q.device)
+        self.new_out = _like(out_shape, out_dtype(q.dtype), q.device)
         self.new_statistics = _like(_statistics_shape(q, call), torch.float32, q.device)
         self.varlen = call.cu_seqlens_q is not None
         shapes = Shapes(plan.config, q, k, call)
@@ -163,9 +172,13 @@ class Forward:
         self.rest = _rest(shapes, call, q, k, v, out=_contiguous_strides(out_shape))
         self.kernel = _Kernel(plan.device, plan.config)
         self.mask = _PackedMask(plan, shapes, call) if plan.config.has_mask else None
-        self.pairs = _Pairs(plan, shapes, q, k, self.varlen) if planning.takes_pairs(plan.config) else None
+        self.records = None
+        if planning.takes_pairs(plan.config):
+            self.records = _Pairs(plan, shapes, q, k, self.varlen)
+        elif planning.takes_value_tiles(plan.config):
+            self.records = _ValueTiles(plan, shapes, k)
         self.tma = takes_maps(plan.config)
-        bare = call.is_plain() and self.pairs is None
+        bare = call.is_plain() and self.records is None
         self.after = self._after_results(_optional_pointers(call), _NO_RECORDS) if bare else None
         # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
         self.inputs: dict[tuple, bytes] = {}
@@ -195,23 +208,24 @@ class Forward:
             if statistics:
                 _fill_empty(logsumexp, call)
         results = _RESULTS.pack(out.data_ptr(), logsumexp.data_ptr() if statistics else 0)
-        bits = flags = pairs = counters = None
+        bits = flags = room = counters = None
         after, address = self.after, b""
         if after is None:
             records = _NO_RECORDS
             if self.mask is not None:
                 bits, flags = self.mask.workspace()
-            if self.pairs is not None:
-                pairs, records = self.pairs.workspace()
+            if self.records is not None:
+                room, records = self.records.workspace()
             after = self._after_results(_optional_pointers(call, mask_bits=bits, mask_flags=flags), records)
         if self.tma:
             counters, address = _tile_counters(self.plan.device)
         argument = b"".join((inputs, results, after, address))
-        tensors = (q, k, v, out, logsumexp, bits, flags, pairs, counters)
+        tensors = (q, k, v, out, logsumexp, bits, flags, room, counters)
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, argument, tensors, call)
-        if self.pairs is not None:
-            self.pairs.kernel.launch(self.pairs.blocks, argument, tensors, call)
+        if self.records is not None:
+            params = argument[_MAPS_BYTES : -_COUNTERS.size] if self.tma else argument
+            self.records.kernel.launch(self.records.blocks, params, tensors, call)
         self.kernel.launch(self.blocks, argument, tensors, call)
         return out, logsumexp, 0
 
@@ -352,7 +366,7 @@ def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool |
     return b"".join((
         tensor_maps.encode(q, q_rows, ragged_q),
         tensor_maps.encode(k, n, ragged_k),
-        tensor_maps.encode(v, n, ragged_k),
+        tensor_maps.NONE if planning.takes_value_tiles(config) else tensor_maps.encode(v, n, ragged_k),
         tensor_maps.NONE,
         tensor_maps.NONE if dout is None else tensor_maps.encode(dout, m, ragged_q),
     ))  # fmt: skip
@@ -460,10 +474,28 @@ class _Pairs:
         self.kernel = _Kernel(plan.device, _split_helper(config))
 
     def workspace(self) -> tuple[torch.Tensor, bytes]:
-        """Room for the records, to be filled, and where those of q, k, v and dout begin."""
+        """Room for the records, to be filled, and where those of q, k, v and dout begin; no tiles of v."""
         room = torch.empty_like(self.room)
         first, (k, v, dout) = room.data_ptr(), self.ends
-        return room, _RECORDS.pack(first, first + k, first + v, first + dout)
+        return room, _RECORDS.pack(first, first + k, first + v, first + dout, 0)
+
+
+class _ValueTiles:
+    """v of 8 bits as Hopper's forward reads it, transposed block by block: cuda_src/values_sm90.cuh. As many bytes as v has,
+    rounded up to whole blocks and padded head dims."""
+
+    __slots__ = ("blocks", "kernel", "room")
+
+    def __init__(self, plan: Plan, shapes: Shapes, k):
+        config = plan.config
+        self.blocks = shapes.n_blocks * shapes.rows_of_blocks * k.shape[-2]
+        self.room = _like((self.blocks * config.block_n * config.head_dim_v,), torch.uint8, k.device)
+        self.kernel = _Kernel(plan.device, _values_helper(config))
+
+    def workspace(self) -> tuple[torch.Tensor, bytes]:
+        """Room for the tiles, to be filled, and where they begin; no pairs."""
+        room = torch.empty_like(self.room)
+        return room, _RECORDS.pack(0, 0, 0, 0, room.data_ptr())
 
 
 class _BiasGradient:

@@ -15,12 +15,12 @@ from torch.autograd import forward_ad
 
 from . import execution, tensor_layouts
 from .arguments import check
-from .call import Call
+from .call import DESCALES, Call, out_dtype
 from .counting import DIRECT
 
 _CALL_SCHEMA = (
     "Tensor? bias, Tensor? mask, Tensor? key_ranges, Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? rng_state, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, float dropout_p, "
     "bool deterministic, bool strict, int layer"
 )
@@ -41,18 +41,18 @@ def _flat(call: Call) -> tuple:
     """A Call in the order of _CALL_SCHEMA, without strict and layer."""
     return (
         call.bias, call.mask, call.key_ranges, call.alibi_slopes, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k,
-        call.seqused_k, call.rng_state, call.max_seqlen_q, call.max_seqlen_k, call.softmax_scale, call.window_left,
+        call.seqused_k, call.rng_state, call.q_descale, call.k_descale, call.v_descale, call.max_seqlen_q, call.max_seqlen_k, call.softmax_scale, call.window_left,
         call.window_right, call.softcap, call.dropout_p, call.deterministic,
     )  # fmt: skip
 
 
 def call_of(bias, mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state,
-             max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap, dropout_p,
+             q_descale, k_descale, v_descale, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap, dropout_p,
              deterministic) -> Call:  # fmt: skip
     """The Call that the operators' flat arguments stand for, in their order (less `strict` and `layer`)."""
     return Call(
         softmax_scale, max_seqlen_q, max_seqlen_k, window_left, window_right, softcap, dropout_p, deterministic, bias,
-        mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state,
+        mask, key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, q_descale, k_descale, v_descale,
     )  # fmt: skip
 
 
@@ -65,11 +65,15 @@ def expanded(call: Call, q, k) -> Call:
         call.window_right = -1
     if call.is_plain():
         return call
+    batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    for name in DESCALES:
+        given = getattr(call, name)
+        if given is not None:
+            setattr(call, name, given.float().expand(batch, k.shape[-2]).contiguous())
     if call.alibi_slopes is not None:
-        batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
         call.alibi_slopes = call.alibi_slopes.float().contiguous().expand(batch, q.shape[-2])
     if call.sinks is not None:
-        call.sinks = call.sinks.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+        call.sinks = call.sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
     if q.dim() == 4:
         batch, seqlen_q, heads, _ = q.shape
         shape = (batch, heads, seqlen_q, k.shape[1])
@@ -119,7 +123,7 @@ def _fake_forward(q, k, v, *arguments):
     cu_seqlens_q = arguments[5]
     shape = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(shape, dtype=dtype)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q.dtype)), q.new_empty(shape, dtype=dtype)
 
 
 def _fake_backward(dout, dlogsumexp, q, k, v, out, logsumexp, *arguments):
@@ -280,7 +284,7 @@ def _autocast_forward(device_type: str):
         dtype = torch.get_autocast_dtype(device_type)
 
         def cast(tensor):
-            eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+            eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize in (2, 4)
             return tensor.to(dtype) if eligible else tensor
 
         with torch.amp.autocast(device_type, enabled=False):
@@ -321,6 +325,9 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_k: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     deterministic: bool = False,
     return_logsumexp: bool = False,
     on_decline: str = "error",
@@ -347,6 +354,8 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each packed sequence begins; with them
             `max_seqlen_q` and `max_seqlen_k`, the longest of each.
         seqused_k: int32 [batch], keys in use; `causal` and `window_size` align to it.
+        q_descale, k_descale, v_descale: with q, k and v in float8_e4m3fn, what their numbers are to be multiplied by: fp32,
+            positive, broadcast to [batch, num_heads_kv] (of q: for the query heads that read that key head); None is 1.
         deterministic: gradients bit-equal from run to run (also under torch.use_deterministic_algorithms).
         return_logsumexp: also return log(sum(exp(scores))), fp32, natural log, [batch, num_heads_q, seqlen_q]
             (varlen: [num_heads_q, total_q]); differentiable.
@@ -355,7 +364,7 @@ def attention(
 
     Returns:
         out [batch, seqlen_q, num_heads_q, head_dim_v] in q's dtype (of mixed q, k and v, cast as autocast does, else to
-        the widest); with `return_logsumexp`, (out, logsumexp).
+        the widest; of float8_e4m3fn bfloat16); with `return_logsumexp`, (out, logsumexp).
         A row that sees no key is 0, its logsumexp -inf (or its sink), its gradients 0.
 
     Raises:
@@ -366,6 +375,7 @@ def attention(
     if (
         bias is None and mask is None and key_ranges is None and alibi_slopes is None and sinks is None
         and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None and dropout_p == 0.0
+        and q_descale is None and k_descale is None and v_descale is None
         and max_seqlen_q is None and max_seqlen_k is None and _is_untraced()
     ):  # fmt: skip
         try:
@@ -388,7 +398,7 @@ def attention(
         q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k,
-        on_decline=on_decline,
+        descales={"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, on_decline=on_decline,
     )  # fmt: skip
     if problems:
         raise ValueError("flashpatch.attention: " + "; ".join(problems))
@@ -399,7 +409,7 @@ def attention(
         k.shape[-3] if max_seqlen_k is None else max_seqlen_k,
         left, 0 if causal else right, float(softcap), float(dropout_p), deterministic,
         _four_dimensional(bias), _four_dimensional(mask), key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k,
-        seqused_k,
+        seqused_k, None, q_descale, k_descale, v_descale,
     )  # fmt: skip
     out, logsumexp = attend(q, k, v, call, DIRECT, on_decline == "error", return_logsumexp)
     if key is not None and call.expanded:

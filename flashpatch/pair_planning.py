@@ -10,10 +10,12 @@ from typing import ClassVar
 import yaml
 
 from .planning import STATUSES, MatrixError, find
-from .problem import DTYPES, Decline, Device, Reason
+from .problem import DTYPES as ALL_DTYPES
+from .problem import SCALED, Decline, Device, Reason
 
 # In the order of the constants in cuda_src/pairwise.cuh.
 COSTS = ("sqeuclidean", "euclidean", "l1", "negative_dot", "giou")
+DTYPES = tuple(dtype for dtype in ALL_DTYPES if dtype not in SCALED)
 REDUCTIONS = {"min": "pairwise_min", "topk": "pairwise_topk", "logsumexp": "pairwise_logsumexp"}
 GRADIENT = "pairwise_gradient"
 

@@ -106,7 +106,7 @@ def _check(x, y, cost, reduce, dim, k, scale, bias, on_decline) -> list[str]:
         return [*problems, f"x and y are [..., points, features], got {list(x.shape)} and {list(y.shape)}"]
     if x.dtype != y.dtype or x.device != y.device:
         problems.append(f"x is {x.dtype} on {x.device}, y {y.dtype} on {y.device}; cast or move one of them")
-    elif x.dtype not in execution.DTYPES:
+    elif execution.DTYPES.get(x.dtype) not in pair_planning.DTYPES:
         problems.append(f"x and y are {x.dtype}; float16, bfloat16, float32 and float64 are taken")
     if x.shape[-1] != y.shape[-1]:
         problems.append(f"x has {x.shape[-1]} features, y has {y.shape[-1]}")

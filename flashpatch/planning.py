@@ -15,7 +15,7 @@ import yaml
 
 from .problem import DIRECTIONS, DTYPES, Config, Decline, Device, Plan, Problem, Reason
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 STATUSES = ("verified", "compiled", "unsupported")
 # Config flag -> features of a Problem that need it compiled in. What is missing here is decided at run time.
 FLAGS = {
@@ -341,14 +341,20 @@ def stand_in_note(kernel: str, device: Device) -> str:
     return f"{family}-family source compiled for sm_{''.join(map(str, device.capability))}, on {device.name}"
 
 
+def head_dim_step(dtype: str) -> int:
+    """What head dims are multiples of: at least 8 numbers, and 16 bytes."""
+    return max(8, 16 // ELEMENT_BYTES.get(dtype, 2))
+
+
 def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], tuple[int, int]]:
     reasons, buckets = [], []
+    step = head_dim_step(problem.dtype)
     for label, size, bucket, sizes in (
         ("head_dim", problem.head_dim, matrix.bucket(problem.head_dim), matrix.head_dims),
         ("head_dim_v", problem.head_dim_v, matrix.bucket_v(problem.head_dim_v), matrix.head_dims_v),
     ):
-        if size % 8 or size == 0:
-            reasons.append(Reason("head_dim", f"{label} {size} is not a multiple of 8"))
+        if size % step or size == 0:
+            reasons.append(Reason("head_dim", f"{label} {size} is not a multiple of {step}"))
         elif bucket is None:
             reasons.append(Reason("head_dim", f"{label} {size} is above {max(sizes)}, the largest compiled"))
         buckets.append(bucket or 0)
@@ -392,8 +398,8 @@ def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
     if not dtypes:
         return ""
     dtype = problem.dtype if problem.dtype in dtypes else ("bfloat16" if "bfloat16" in dtypes else dtypes[0])
-    largest = max(supported[dtype]["plain"])
-    padded = -(-max(problem.head_dim, problem.head_dim_v) // 8) * 8
+    largest, step = max(supported[dtype]["plain"]), head_dim_step(dtype)
+    padded = -(-max(problem.head_dim, problem.head_dim_v) // step) * step
     head_dim = padded if 0 < padded <= largest else largest
     features = [feature for feature in sorted(problem.features) if feature in supported[dtype]]
     return f"{dtype}, head_dim {head_dim}" + (f", {' + '.join(features)}" if features else "")
@@ -448,6 +454,11 @@ def takes_pairs(config: Config) -> bool:
     return config.kernel in kernels and config.dtype == "float32" and not config.tf32
 
 
+def takes_value_tiles(config: Config) -> bool:
+    """Whether a kernel reads v as another has transposed it (cuda_src/values_sm90.cuh)."""
+    return config.kernel == "forward_sm90" and ELEMENT_BYTES[config.dtype] == 1
+
+
 def shared_memory(config: Config) -> int:
     """Bytes of dynamic shared memory per block, as each kernel file's kSharedMemory has it."""
     m, n, d, dv, stages = config.block_m, config.block_n, config.head_dim, config.head_dim_v, config.num_stages
@@ -467,11 +478,17 @@ def shared_memory(config: Config) -> int:
         return m * n // 8
     if config.kernel in ("forward_split", "backward_split"):
         return 16 * config.num_warps
-    # Hopper's tiles are slabs of 64 columns, whatever head_dim fills of them
-    slabs, slabs_v = -(-d // 64), -(-dv // 64)
+    if config.kernel == "forward_values_sm90":
+        return 32 * config.num_warps * 128
+    # Hopper's tiles are slabs of 128 bytes of columns, whatever head_dim fills of them
+    slabs, slabs_v = -(-d * element // 128), -(-dv * element // 128)
     if config.kernel == "forward_sm90":
-        q, keys = 128 * 64 * slabs, 128 * stages * n * (slabs + slabs_v)
-        q_stages = min(2 * (m // 64), (227 * 1024 - 512 - keys) // q)
+        q, out = 128 * 64 * slabs, 128 * 64 * -(-dv // 64)
+        keys = stages * n * (128 * slabs + (dv if takes_value_tiles(config) else 128 * slabs_v))
+        room, two_tiles = 227 * 1024 - 512 - keys, 2 * (m // 64)
+        if dv <= d and two_tiles * max(q, out) <= room:  # out is stored from there
+            q = max(q, out)
+        q_stages = min(two_tiles, room // q)
         rings = 16 * q_stages + 2 * 16 * stages + 32
         return q_stages * q + keys + -(-rings // 64) * 64 + 2 * 64
     if config.kernel in ("backward_sm90", "backward_wide_sm90"):

@@ -9,7 +9,9 @@ import functools
 from dataclasses import dataclass, field, replace
 
 DIRECTIONS = ("forward", "backward")
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn")
+# Those that come with factors per head (`q_descale`, ...), give out in bfloat16 and have no backward.
+SCALED = frozenset({"float8_e4m3fn"})
 
 
 @dataclass(frozen=True)

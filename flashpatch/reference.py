@@ -28,6 +28,9 @@ def attention(
     cu_seqlens_q=None,
     cu_seqlens_k=None,
     seqused_k=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
     dropout_p=0.0,
     keep=None,
     upcast=True,
@@ -38,10 +41,12 @@ def attention(
     q [batch, seqlen_q, num_heads_q, head_dim], k and v [batch, seqlen_k, num_heads_kv, head_dim | head_dim_v], or varlen
     [total, num_heads, head_dim] with cu_seqlens_q and cu_seqlens_k. bias, mask and keep broadcast to
     [batch, num_heads_q, seqlen_q, seqlen_k] (varlen: the longest sequences); key_ranges to [batch, seqlen_q, 2].
-    `keep` (bool) is the dropout mask: what survives `dropout_p`.
+    `keep` (bool) is the dropout mask: what survives `dropout_p`. q, k and v stand for themselves times their descales,
+    [batch, num_heads_kv] each.
 
     With `upcast`, everything is computed and returned in `dtype`: this is the reference. Without, it is computed as
     PyTorch's eager attention does it, in the inputs' own dtype with the softmax in fp32: its error is what that dtype costs.
+    PyTorch has none in 8 bits; there the probabilities are in 8 bits, a row's largest as 256, and out is bfloat16.
     """
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
@@ -49,7 +54,11 @@ def attention(
     if upcast:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+    rounded = None if upcast or input_dtype.itemsize > 1 else input_dtype
+    if rounded is not None:  # nothing is computed in 8 bits
+        q, k, v, input_dtype = q.float(), k.float(), v.float(), torch.bfloat16
     softmax_dtype = dtype if upcast else torch.promote_types(input_dtype, torch.float32)
+    out_dtype = dtype if upcast else input_dtype
     num_heads = q.shape[-2]
 
     if cu_seqlens_q is None:
@@ -86,6 +95,13 @@ def attention(
         q_heads = q_of[b].transpose(0, 1)  # [num_heads, length_q, head_dim]
         k_heads = k_of[b][:length_k].repeat_interleave(group, dim=1).transpose(0, 1)
         v_heads = v_of[b][:length_k].repeat_interleave(group, dim=1).transpose(0, 1)
+
+        if q_descale is not None:
+            q_heads = q_heads * q_descale[b].to(q.dtype).repeat_interleave(group)[:, None, None]
+        if k_descale is not None:
+            k_heads = k_heads * k_descale[b].to(q.dtype).repeat_interleave(group)[:, None, None]
+        if v_descale is not None:
+            v_heads = v_heads * v_descale[b].to(q.dtype).repeat_interleave(group)[:, None, None]
 
         scores = q_heads @ k_heads.transpose(1, 2) * softmax_scale  # [num_heads, length_q, length_k]
         if softcap > 0:
@@ -126,6 +142,9 @@ def attention(
         logsumexp = torch.logsumexp(columns, dim=2).masked_fill(empty[:, :, 0], -math.inf)
 
         probabilities = probabilities.to(q.dtype)
+        if rounded is not None and length_k:
+            factor = 256 / probabilities.amax(dim=2, keepdim=True).clamp(min=1e-30)
+            probabilities = (probabilities * factor).to(rounded).to(q.dtype) / factor
         if dropout_p > 0:
             kept = keep[b, :, :length_q, :length_k]
             probabilities = probabilities * kept / (1 - dropout_p) if dropout_p < 1 else probabilities * 0
@@ -138,11 +157,11 @@ def attention(
         outs.append(rest.new_zeros(len(rest), num_heads, v.shape[-1]))
         logsumexp = rest.new_full((num_heads, len(rest)), -math.inf, dtype=softmax_dtype)
         logsumexps.append(logsumexp if sinks is None else sinks.to(softmax_dtype)[:, None].expand_as(logsumexp))
-        return torch.cat(outs), torch.cat(logsumexps, dim=1)
+        return torch.cat(outs).to(out_dtype), torch.cat(logsumexps, dim=1)
     if batch == 0:
-        out = q.new_zeros(0, seqlen_q, num_heads, v.shape[-1])
+        out = q.new_zeros(0, seqlen_q, num_heads, v.shape[-1], dtype=out_dtype)
         return out, q.new_zeros(0, num_heads, seqlen_q, dtype=softmax_dtype)
-    return torch.stack(outs), torch.stack(logsumexps)
+    return torch.stack(outs).to(out_dtype), torch.stack(logsumexps)
 
 
 def pairwise(x, y, *, cost="sqeuclidean", reduce="min", dim=-1, k=None, scale=1.0, bias=None, dtype=torch.float64):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from . import planning
-from .problem import DIRECTIONS, DTYPES, Device, Plan, Problem
+from .problem import DIRECTIONS, DTYPES, SCALED, Device, Plan, Problem
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def support_of(device: Device, dtype: str | None = None) -> list[Support]:
     matrix = planning.support()
     rows: dict[tuple, list[int]] = {}
     for direction in ("forward", "backward"):
-        for name in ("bfloat16", "float16", "float32", "float64"):
+        for name in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn"):
             if dtype not in (None, name):
                 continue
             for feature in matrix.features:
@@ -59,7 +59,8 @@ def markdown(matrix: planning.Matrix) -> str:
     for feature, meaning in matrix.features.items():
         cells = [_cell_words(matrix, name, feature) for name in generations]
         lines.append(f"| `{feature}`: {meaning} | " + " | ".join(cells) + " |")
-    dtypes = sorted({cell.dtype for cell in matrix.cells.values()})
+    scaled = sorted({cell.dtype for cell in matrix.cells.values()} & SCALED)
+    dtypes = sorted({cell.dtype for cell in matrix.cells.values()} - SCALED)
     largest = {d: max(cell.head_dim for cell in matrix.cells.values() if cell.dtype == d) for d in dtypes}
     smaller = "".join(f", {d} up to {size}" for d, size in largest.items() if size < max(largest.values()))
     lines += [
@@ -71,9 +72,19 @@ def markdown(matrix: planning.Matrix) -> str:
         "in tiles, and counted.",
     ]
     for name, title in matrix.generations.items():
-        here = sorted({cell.dtype for cell in matrix.cells.values() if cell.generation == name})
+        here = sorted({cell.dtype for cell in matrix.cells.values() if cell.generation == name} - SCALED)
         if here and here != dtypes:
             lines[-1] += f" On {title} only {' and '.join(here)}."
+    for dtype in scaled:
+        cells = [cell for cell in matrix.cells.values() if cell.dtype == dtype]
+        titles = " and ".join(
+            title for name, title in matrix.generations.items() if any(c.generation == name for c in cells)
+        )
+        dims = ", ".join(map(str, sorted({cell.head_dim for cell in cells})))
+        step = planning.head_dim_step(dtype)
+        lines[-1] += (
+            f" {dtype} with factors per head: the forward on {titles}, padded to head dims {dims}; every multiple of {step}."
+        )
     lines[-1] += f" Largest head dims, forward / backward: {_largest_head_dims(matrix)}."
     together = [
         f"{' + '.join(sorted(names))}{'' if len(directions) == 2 else f' in the {min(directions)}'} ({reason})"

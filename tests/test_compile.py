@@ -35,13 +35,14 @@ REGISTERS = 65536
 # What a user waits at the first call. A loaded machine may take four times as long before a test fails.
 SECONDS, SLACK = 3.0, 4.0
 WORKERS = 2
-# kernel -> instructions without which it is not the kernel it was written to be
+# kernel, or kernel and dtype -> instructions without which it is not the kernel it was written to be
 INSTRUCTIONS = {
     "forward_sm80": {"HMMA"},
     "backward_sm80": {"HMMA"},
     "forward_sm75": {"HMMA"},
     "backward_sm75": {"HMMA"},
     "forward_sm90": {"HGMMA", "UTMALDG"},
+    ("forward_sm90", "float8_e4m3fn"): {"QGMMA", "UTMALDG", "UBLKCP"},
     "backward_sm90": {"HGMMA", "UTMALDG"},
     "backward_wide_sm90": {"HGMMA", "UTMALDG"},
 }
@@ -75,7 +76,7 @@ def grid() -> tuple[Target, ...]:
                 direction, dtype, head_dim, min(head_dim, max(MATRIX.head_dims_v)), frozenset({feature} - {"plain"})
             )
             for direction, dtype, head_dim, feature in itertools.product(
-                DIRECTIONS, ("float16", "bfloat16", "float32"), MATRIX.head_dims, MATRIX.features
+                DIRECTIONS, ("float16", "bfloat16", "float32", "float8_e4m3fn"), MATRIX.head_dims, MATRIX.features
             )
             if feature != "unequal_head_dims"  # the cases have it, with head dims that are
         }
@@ -291,7 +292,8 @@ def instruction_faults(done: Build) -> list[str]:
         return []
     config = done.target.config
     found = []
-    if lacking := INSTRUCTIONS.get(config.kernel, set()) - done.instructions:
+    of_kernel = INSTRUCTIONS.get(config.kernel, set())
+    if lacking := INSTRUCTIONS.get((config.kernel, config.dtype), of_kernel) - done.instructions:
         found.append(f"no {' and no '.join(sorted(lacking))} instruction")
     # the matrix says none spills, so nothing may live in local memory: no array indexed at run time either
     local = LOCAL_MEMORY & done.instructions

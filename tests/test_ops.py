@@ -48,6 +48,9 @@ def arguments(q, k, v, **changes):
         "cu_seqlens_k",
         "seqused_k",
         "rng_state",
+        "q_descale",
+        "k_descale",
+        "v_descale",
     ]
     tensors = [changes.get(name) for name in names]
     scalars = (q.shape[1], k.shape[1], 0.25, -1, changes.get("window_right", -1), 0.0, 0.0, False, False, 0)

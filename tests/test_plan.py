@@ -60,7 +60,7 @@ def configs_on(capability):
     """Every Config a GPU can come to: each of its kernels' tiles that planning may choose, dtypes and features."""
     device = planning.device_for(capability)
     dtypes = {(cell.kernel, cell.dtype) for cell in MATRIX.cells.values() if cell.generation == device.generation}
-    for (kernel, table), dtype in itertools.product(MATRIX.tiles.items(), ("float16", "float32")):
+    for (kernel, table), dtype in itertools.product(MATRIX.tiles.items(), ("float16", "float32", "float8_e4m3fn")):
         if (kernel, dtype) not in dtypes:
             continue
         for bucket, other in itertools.product(table, (32, *table)):
@@ -141,7 +141,8 @@ def printed_answer(problem, generation):
     """(kernel, status) that the matrix gives a problem, or the set of reasons why none, by its rows alone."""
     sizes = (problem.head_dim, problem.head_dim_v)
     largest = (max(RAW["head_dims"]), max(RAW["head_dims_v"]))
-    if any(size % 8 or not 0 < size <= limit for size, limit in zip(sizes, largest, strict=True)):
+    step = 16 if problem.dtype == "float8_e4m3fn" else 8
+    if any(size % step or not 0 < size <= limit for size, limit in zip(sizes, largest, strict=True)):
         return {"head_dim"}
     bucket = min(size for size in RAW["head_dims"] if size >= max(sizes))
     kernels, unsupported = rows_for(generation, problem.direction, problem.dtype, bucket)

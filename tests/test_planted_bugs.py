@@ -46,14 +46,14 @@ class Case:
     deterministic: bool = False
     softcap: float = 0.0
     dropout_p: float = 0.0
-    growing: bool = False  # each key block the kernel comes to scores far higher than the one before
+    growing: float = 0  # key blocks score higher the later the kernel comes to them: far with 1, little with 0.02
     low: bool = False  # scores so low that what a key scores that is none, 0, is infinitely more likely
     multiprocessors: int = 2
     one_tile: bool = False  # a CTA ends after one: the emulator runs them in turn, so the first would take all
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
-    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, varlen, uneven, far_apart, tiny
+    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, nan_before, varlen, descales, uneven, far_apart, tiny
 
     @property
     def config(self) -> Config:
@@ -108,7 +108,7 @@ WINDOW = forward(window=(9, 5), dtype=torch.float16)
 ONE_STAGE = forward(num_stages=1, window=(-1, 0))
 ALMOST_FULL = forward(seqlen_k=95)
 PAST_THE_END = forward(seqlen_k=95, window=(-1, 50))
-GROWING = forward(growing=True, dtype=torch.float16, seqlen_k=160)
+GROWING = forward(growing=1, dtype=torch.float16, seqlen_k=160)
 WIDE_V = forward(head_dim=32, head_dim_v=64)
 HUGE = forward(huge_rows=True, batch=1, heads=1, heads_kv=1, seqlen_q=70)
 SCORES = forward(softcap=4.0, features=("bias", "alibi", "sinks"))
@@ -160,8 +160,25 @@ FP32_SPLIT = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=
 FP32_BACKWARD_PARTS = backward(dtype=torch.float32, features=("far_apart",))
 FP32_SPLIT_PARTS = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_dim_v=64, features=("far_apart",))
 HOPPER_FORWARD = hopper("forward_sm90")
-HOPPER_GROWING = hopper("forward_sm90", growing=True, seqlen_q=70, seqlen_k=440, heads=1)
+HOPPER_GROWING = hopper("forward_sm90", growing=1, seqlen_q=70, seqlen_k=440, heads=1)
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
+HOPPER_EIGHT = hopper(
+    "forward_sm90",
+    dtype=torch.float8_e4m3fn,
+    head_dim=112,
+    head_dim_v=112,
+    heads_kv=2,
+    features=frozenset(("varlen", "descales")),
+)
+HOPPER_EIGHT_GROWING = replace(HOPPER_GROWING, dtype=torch.float8_e4m3fn, head_dim=48, head_dim_v=48, growing=0.02)
+HOPPER_EIGHT_WINDOW = hopper(
+    "forward_sm90",
+    dtype=torch.float8_e4m3fn,
+    head_dim=64,
+    head_dim_v=64,
+    window=(30, 0),
+    features=frozenset(("nan_before", "descales")),
+)
 HOPPER_SECTIONS = replace(HOPPER_CAUSAL, heads=5)  # in sections of two heads
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
 HOPPER_ORDERED = hopper(
@@ -213,8 +230,10 @@ class Inputs:
 def inputs_of(case: Case) -> Inputs:
     generator = torch.Generator().manual_seed(7)
 
+    wide = torch.float32 if case.dtype.itemsize == 1 else case.dtype  # nothing is computed in 8 bits
+
     def normal(*shape):
-        return torch.randn(shape, generator=generator).to(case.dtype)
+        return torch.randn(shape, generator=generator).to(case.dtype).to(wide)
 
     varlen = "varlen" in case.features
     shape_q, shape_k = (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
@@ -224,7 +243,7 @@ def inputs_of(case: Case) -> Inputs:
     k, v = normal(*shape_k, case.heads_kv, case.head_dim), normal(*shape_k, case.heads_kv, case.head_dim_v)
     dout = normal(*shape_q, case.heads, case.head_dim_v)
     if case.growing:
-        k = k + (q.mean() + torch.arange(case.seqlen_k, 0, -1)[:, None, None] / 20).to(case.dtype)
+        k = k + (q.mean() + torch.arange(case.seqlen_k, 0, -1)[:, None, None] * case.growing / 20).to(wide)
         q = q.abs()
     if (
         "uneven" in case.features
@@ -243,8 +262,12 @@ def inputs_of(case: Case) -> Inputs:
         far = far_apart(case.seqlen_q, case.head_dim, case.dtype)
         far.copy_(q[0, :, 0])
         q = far[None, :, None]
+    q, k, v = q.to(case.dtype), k.to(case.dtype), v.to(case.dtype)
     full = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
     keywords = {}
+    if "descales" in case.features:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            keywords[name] = torch.rand((2 if varlen else case.batch, case.heads_kv), generator=generator) + 0.5
     if "key_ranges" in case.features:
         ends = torch.randint(
             0, case.seqlen_k + 1, (case.batch, case.seqlen_q, 2), generator=generator, dtype=torch.int32
@@ -276,6 +299,8 @@ def inputs_of(case: Case) -> Inputs:
         keywords["cu_seqlens_q"] = torch.tensor([0, 20, 20 + case.seqlen_q], dtype=torch.int32)
         keywords["cu_seqlens_k"] = torch.tensor([0, 30, 30 + case.seqlen_k], dtype=torch.int32)
         keywords["seqused_k"] = torch.tensor([23, case.seqlen_k], dtype=torch.int32)
+    if "nan_before" in case.features:  # a window that begins behind it for all rows
+        v[:, 5] = math.nan
     if "nan" in case.features:  # nobody sees key 40
         if "mask" in keywords:
             keywords["mask"] = keywords["mask"] & (torch.arange(case.seqlen_k) != 40)
@@ -383,7 +408,7 @@ def compare(name, actual, eager, exact, factor=2.0):
 
 def without_nan(inputs: Inputs):
     """k and v for eager attention, which lets masked NaN through."""
-    return inputs.k.nan_to_num(0.0), inputs.v.nan_to_num(0.0)
+    return tuple(tensor.double().nan_to_num(0.0).to(tensor.dtype) for tensor in (inputs.k, inputs.v))
 
 
 def forward_faults(case: Case):
@@ -663,8 +688,19 @@ BUGS = [
     Bug("forward_sm90.cu", "Q of another warpgroup", "rings.work.position * kConsumers + consumer;", "rings.work.position * kConsumers;", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong row", "mine = row + (lane & 15);", "mine = row + (lane & 7);", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "past the end", "if (row < row_end && slab * 64 + column < head_dim)", "if (slab * 64 + column < head_dim)", "HOPPER_FORWARD"),
-    Bug("tile_sm90.cuh", "wrong step", "k / 4 * kSlabBytes + k % 4 * 32", "k / 4 * kSlabBytes + k % 4 * 16", "HOPPER_FORWARD"),
+    Bug("tile_sm90.cuh", "wrong step", "kSlabBytes + k * 32 % kPitch", "kSlabBytes + k * 16 % kPitch", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong phase", "parity() ^ 1); }  // a fresh", "parity()); }  // a fresh", "HOPPER_FORWARD"),
+    Bug("forward_values_sm90.cu", "keys in order", "words[t][2] = keys[j + 8], words[t][3] = keys[j + 9]", "words[t][2] = keys[j + 2 & 31], words[t][3] = keys[j + 3 & 31]", "HOPPER_EIGHT"),
+    Bug("forward_values_sm90.cu", "keys behind the last", "first_key + first + j < s.k_length && ", "", "HOPPER_EIGHT"),
+    Bug("forward_values_sm90.cu", "lost swizzle", "swap = group & 1;", "swap = 0;", "HOPPER_EIGHT"),
+    Bug("forward_values_sm90.cu", "dropped barrier", "sync_warp();  // eight", "// eight", "HOPPER_EIGHT"),
+    Bug("values_sm90.cuh", "another sequence's values", "first_block_of(p.cu_seqlens_k, kBlockN, s.batch)", "0", "HOPPER_EIGHT"),
+    Bug("softmax_sm90.cuh", "maximum that stays too long", "return share < kMostLag ? share : kMostLag;", "return 1e6f;", "HOPPER_EIGHT_GROWING"),
+    Bug("softmax_sm90.cuh", "maximum off by a factor", "kTopLog2 = kIsE4m3 ? 8.f", "kTopLog2 = kIsE4m3 ? 10.f", "HOPPER_EIGHT_GROWING"),
+    Bug("tile_sm90.cuh", "wrong swizzle", "kPitch == 128 ? 1u : 3u", "kPitch == 128 ? 1u : 2u", "HOPPER_EIGHT"),
+    Bug("forward_sm90.cu", "lost factor", "factor[0] *= scale, factor[1] *= scale;", "", "HOPPER_EIGHT"),
+    Bug("scores.cuh", "lost factor", " * descale(p, p.k_descale, batch, head)", "", "HOPPER_EIGHT"),
+    Bug("recompute_sm90.cuh", "lost factor", "acc[c] * scale", "acc[c]", "HOPPER_EIGHT_WINDOW"),
     Bug("backward_sm90.cu", "dropped fence", "fence_proxy_async();", "", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cu", "missing scale", "store_gradient(p, dk_frag, p.softmax_scale", "store_gradient(p, dk_frag, 1.f", "HOPPER_BACKWARD"),
     Bug("backward_sm90.cu", "dropped wait", "else if (lane == 0) bulk_wait_read<0>();", "", "HOPPER_BACKWARD"),

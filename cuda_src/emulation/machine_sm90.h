@@ -42,9 +42,12 @@ void bulk_wait(u32 pending, Site site);
 void stmatrix(u32 address, const u32 (&r)[4], bool transposed, Site site);
 
 // ---- wgmma: accumulators are NaN from the issue to the wait that covers it ----
+enum class WgmmaType : u8 { kFp16, kBf16, kE4m3 };
+constexpr WgmmaType half_type(bool is_bf16) { return is_bf16 ? WgmmaType::kBf16 : WgmmaType::kFp16; }
 struct WgmmaShape {
   u32 n;
-  bool is_bf16, a_in_registers, transposed_a, transposed_b;
+  WgmmaType type;
+  bool a_in_registers, transposed_a, transposed_b;
 };
 void wgmma(float* d, const WgmmaShape& shape, u64 a, const u32* a_registers, u64 b, bool accumulate, Site site);
 void wgmma_fence(Site site);

@@ -1,4 +1,4 @@
-// 16-bit floating point on the host: exact widening, narrowing to nearest even; TF32 in 32 bits.
+// Floating point of 16 and 8 bits on the host: exact widening, narrowing to nearest even; TF32 in 32 bits.
 #pragma once
 #include "machine.h"
 
@@ -56,6 +56,25 @@ inline float tf32_to_float(u32 bits) { return float_of(bits & 0xffffe000u); }
 inline u32 float_to_tf32(float x) {  // ties away from zero
   const u32 bits = bits_of(x);
   return ((bits & 0x7fffffffu) < 0x7f800000u ? bits + 0x1000u : bits) & 0xffffe000u;
+}
+
+inline float e4m3_to_float(u32 bits) {
+  const u32 sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
+  if (magnitude == 0x7fu) return float_of(sign | 0x7fc00000u);
+  if (magnitude >= 8u) return float_of(sign | ((magnitude << 20) + 0x3c000000u));
+  return float_of(sign | bits_of(static_cast<float>(magnitude) * 0x1p-9f));
+}
+
+inline u32 float_to_e4m3(float x) {  // saturating: there is no infinity
+  const u32 bits = bits_of(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fu;
+  if (magnitude >= 0x43e00000u) return sign | 0x7eu;  // 448
+  if (magnitude < 0x3c800000u) {                      // subnormal: the addition rounds at 2^-9
+    const u32 shifted = bits_of(float_of(magnitude) + 0x1p14f);
+    return sign | (shifted - bits_of(0x1p14f));
+  }
+  const u32 rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
+  return sign | ((rounded - 0x3c000000u) >> 20);
 }
 
 template <bool kIsBf16>

@@ -7,6 +7,20 @@
 
 static_assert(sizeof(emulation::TensorMapFields) <= sizeof(TensorMap), "fits where the real map lies");
 
+// ---- e4m3 ----
+DEVICE u32 pack_e4m3(float a, float b, float c, float d) {
+  using emulation::float_to_e4m3;
+  return float_to_e4m3(a) | float_to_e4m3(b) << 8 | float_to_e4m3(c) << 16 | float_to_e4m3(d) << 24;
+}
+DEVICE float unpack_e4m3(u8 bits) { return emulation::e4m3_to_float(bits); }
+DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
+  const u64 bytes = static_cast<u64>(high) << 32 | low;
+  u32 result = 0;
+  for (u32 i = 0; i < 4; ++i) result |= static_cast<u32>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+
+
 // ---- roles ----
 DEVICE int uniform(int value, SITE) { return static_cast<int>(emulation::shfl(static_cast<u32>(value), 0, site)); }
 DEVICE float shfl(float value, int lane, SITE) {
@@ -83,11 +97,21 @@ DEVICE void st_global_16(U32x4* pointer, U32x4 v) { st_global(pointer, v); }
 template <int N, bool kIsBf16, bool kTransA, bool kTransB>
 DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, bool accumulate, SITE) {
   static_assert(N % 16 == 0 && N >= 16 && N <= 256, "columns of a wgmma");
-  emulation::wgmma(d, {N, kIsBf16, false, kTransA, kTransB}, a, nullptr, b, accumulate, site);
+  emulation::wgmma(d, {N, emulation::half_type(kIsBf16), false, kTransA, kTransB}, a, nullptr, b, accumulate, site);
 }
 template <int N, bool kIsBf16, bool kTransB>
 DEVICE void wgmma_rs(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate, SITE) {
   static_assert(N % 16 == 0 && N >= 16 && N <= 256, "columns of a wgmma");
   const u32 a[4] = {a0, a1, a2, a3};
-  emulation::wgmma(d, {N, kIsBf16, true, false, kTransB}, 0, a, b, accumulate, site);
+  emulation::wgmma(d, {N, emulation::half_type(kIsBf16), true, false, kTransB}, 0, a, b, accumulate, site);
+}
+template <int N> DEVICE void wgmma_e4m3_ss(float (&d)[N / 2], u64 a, u64 b, bool accumulate, SITE) {
+  static_assert(N % 16 == 0 && N >= 16 && N <= 256, "columns of a wgmma");
+  emulation::wgmma(d, {N, emulation::WgmmaType::kE4m3, false, false, false}, a, nullptr, b, accumulate, site);
+}
+template <int N>
+DEVICE void wgmma_e4m3_rs(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate, SITE) {
+  static_assert(N % 16 == 0 && N >= 16 && N <= 256, "columns of a wgmma");
+  const u32 a[4] = {a0, a1, a2, a3};
+  emulation::wgmma(d, {N, emulation::WgmmaType::kE4m3, true, false, false}, 0, a, b, accumulate, site);
 }

@@ -85,7 +85,7 @@ u32 piece(const Descriptor& d, u32 m, u32 k) {
   return swizzled(address, width);
 }
 
-// Pieces of [count x 16] from row `first` on, in the order in which read_operand takes them.
+// Pieces of [count x 16], in e4m3 [count x 32], from row `first` on, in the order in which read_operand takes them.
 std::vector<u32> pieces_of(u64 bits, bool transposed, u32 first, u32 count, Site site) {
   const Descriptor d = decode(bits, site);
   std::vector<u32> addresses;
@@ -99,39 +99,49 @@ std::vector<u32> pieces_of(u64 bits, bool transposed, u32 first, u32 count, Site
   return addresses;
 }
 
-template <bool kIsBf16>
+// The elements of a type: how many a product reduces, and element i of some bytes.
+template <WgmmaType kType> struct Elements {
+  static constexpr u32 kBytes = kType == WgmmaType::kE4m3 ? 1 : 2, kDepth = 32 / kBytes;
+  static float at(const void* bytes, u32 i) {
+    const u8* from = static_cast<const u8*>(bytes) + i * kBytes;
+    if constexpr (kType == WgmmaType::kE4m3) return e4m3_to_float(*from);
+    else return widen<kType == WgmmaType::kBf16>(from[0] | from[1] << 8);
+  }
+};
+
+template <WgmmaType kType>
 void read_operand(float (*to)[256], const std::vector<u32>& pieces, bool transposed, u32 count) {
+  constexpr u32 kInPiece = 16 / Elements<kType>::kBytes;
   for (size_t i = 0; i < pieces.size(); ++i) {
-    u16 elements[8];
-    __builtin_memcpy(elements, shared_host(pieces[i]), 16);
-    const u32 a_row = count / 8;
-    for (u32 e = 0; e < 8; ++e) {
-      const float x = widen<kIsBf16>(elements[e]);
-      if (transposed) to[i / a_row][i % a_row * 8 + e] = x;
-      else to[i % 2 * 8 + e][i / 2] = x;
+    const u32 a_row = count / kInPiece;
+    for (u32 e = 0; e < kInPiece; ++e) {
+      const float x = Elements<kType>::at(shared_host(pieces[i]), e);
+      if (transposed) to[i / a_row][i % a_row * kInPiece + e] = x;
+      else to[i % 2 * kInPiece + e][i / 2] = x;
     }
   }
 }
 
 // ---- the product of one warp ----
 
-template <bool kIsBf16>
+template <WgmmaType kType>
 void multiply(const Product& p) {
-  static float a[16][256], b[16][256], d[16][256];  // [k][row], [k][column], [row][column]
+  static float a[32][256], b[32][256], d[16][256];  // [k][row], [k][column], [row][column]
+  constexpr u32 kDepth = Elements<kType>::kDepth, kInRegister = kDepth / 8;
   const u32 n = p.shape.n, per_lane = n / 2;
   if (p.shape.a_in_registers) {
     for (u32 lane = 0; lane < kLanes; ++lane)
       for (u32 i = 0; i < 4; ++i)
-        for (u32 half = 0; half < 2; ++half)
-          a[lane % 4 * 2 + i / 2 * 8 + half][lane / 4 + i % 2 * 8] = widen<kIsBf16>(p.a_registers[lane][i] >> (16 * half) & 0xffffu);
+        for (u32 e = 0; e < kInRegister; ++e)
+          a[lane % 4 * kInRegister + i / 2 * (kDepth / 2) + e][lane / 4 + i % 2 * 8] = Elements<kType>::at(&p.a_registers[lane][i], e);
   } else {
-    read_operand<kIsBf16>(a, p.a_pieces, p.shape.transposed_a, 16);
+    read_operand<kType>(a, p.a_pieces, p.shape.transposed_a, 16);
   }
-  read_operand<kIsBf16>(b, p.b_pieces, p.shape.transposed_b, n);
+  read_operand<kType>(b, p.b_pieces, p.shape.transposed_b, n);
   for (u32 row = 0; row < 16; ++row) {
     float* sums = d[row];
     std::fill(sums, sums + n, 0.0f);
-    for (u32 k = 0; k < 16; ++k) {
+    for (u32 k = 0; k < kDepth; ++k) {
       const float x = a[k][row];
       for (u32 column = 0; column < n; ++column) sums[column] += x * b[k][column];
     }
@@ -150,8 +160,9 @@ void release_operands(const Product& p, u32 warp) {
 }
 
 void land(const Product& p, WarpState& state) {
-  if (p.shape.is_bf16) multiply<true>(p);
-  else multiply<false>(p);
+  if (p.shape.type == WgmmaType::kE4m3) multiply<WgmmaType::kE4m3>(p);
+  else if (p.shape.type == WgmmaType::kBf16) multiply<WgmmaType::kBf16>(p);
+  else multiply<WgmmaType::kFp16>(p);
   if (--p.d->products) return;
   const u32 per_lane = p.shape.n / 2;
   for (u32 lane = 0; lane < kLanes; ++lane)
