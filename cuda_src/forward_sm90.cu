@@ -13,6 +13,9 @@
 // A tile's ends, where warpgroups work at the same things, are short: Q of the next tile is there before it begins, the
 // row sums are finished under the last product, and O is stored under the first scores of the next tile.
 //
+// In 8 bits V comes transposed, in records that a kernel beforehand wrote (values_sm90.cuh); factors of q, k and v per key head go
+// into the scale of the scores and of O, which is stored in bf16.
+//
 // Assumes what the tensor maps of params_sm90.cuh ask for, 16-byte aligned rows of out, softmax_scale > 0. Stores out
 // [rows, head_dim_v] and logsumexp for every row of every sequence, the empty ones too.
 // Grid: at most one CTA per multiprocessor, at most one per tile.
