@@ -294,7 +294,7 @@ def test_a_variable_that_means_nothing(machine, monkeypatch, name, value, part):
 def test_a_compiler_that_is_none_is_a_decline(monkeypatch, command):
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
     monkeypatch.setenv("FLASHPATCH_CXX", command)
-    monkeypatch.setattr(execution, "_forwards", {})
+    monkeypatch.setattr(execution, "_forwards", execution._Prepared())
     q = torch.zeros(1, 8, 1, 32, dtype=torch.bfloat16)
     with pytest.raises(DeclinedError, match=f"no_compiler: FLASHPATCH_CXX={command}"):
         flashpatch.attention(q, q, q)
@@ -311,7 +311,7 @@ def test_a_kernel_that_does_not_build_for_the_cpu_is_a_decline(monkeypatch):
         raise emulator.BuildError(compiler.Reason("compile_failed", "forward_sm80 does not compile for the CPU (g++)"))
 
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
-    monkeypatch.setattr(execution, "_forwards", {})
+    monkeypatch.setattr(execution, "_forwards", execution._Prepared())
     monkeypatch.setattr(execution, "_failures", {})
     monkeypatch.setattr(emulator, "load", load)
     q = torch.zeros(1, 8, 1, 32, dtype=torch.bfloat16)
