@@ -1,5 +1,5 @@
-// The one by-value argument of every attention kernel. flashpatch/launcher.py packs it: tests/test_layers.py
-// compares the two field by field, so a field is added here and in launcher.FIELDS, in the same order.
+// The one by-value argument of every attention kernel. flashpatch/params.py packs it: tests/test_layers.py
+// compares the two field by field, so a field is added here and in params.FIELDS, in the same order.
 // Pointers first, then 64-bit strides, then 32-bit values: no padding anywhere.
 #pragma once
 

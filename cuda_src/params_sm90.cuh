@@ -1,5 +1,5 @@
 // The one by-value argument of the Hopper kernels: Params, and what TMA needs beside it.
-// flashpatch/launcher.py packs it; a map a kernel does not use stays zero.
+// flashpatch/params.py packs it; a map a kernel does not use stays zero.
 #pragma once
 #include "params.cuh"
 

@@ -1,9 +1,9 @@
 """Every Config the matrix can choose, built by both majors of NVRTC: it compiles, fits the GPU, spills no more than
 compat_matrix.yaml admits, and became the instructions it was written for.
 
-A default run builds a few Configs that between them have every kernel file on every architecture, both dtypes, every
-tile and every feature; `-m slow` builds all of them (hours of CPU time). FLASHPATCH_COMPILE_REPORT=FILE appends what
-each build took and used, one JSON object a line.
+A default run builds a few Configs that between them have every kernel file on every architecture, its dtypes, every
+tile and every feature, with the other major every kernel file, feature and architecture; `-m slow` builds all of them
+(hours of CPU time). FLASHPATCH_COMPILE_REPORT=FILE appends what each build took and used, one JSON object a line.
 """
 
 from __future__ import annotations
@@ -129,14 +129,13 @@ def flags(config: Config) -> list[str]:
 
 
 def facets(target: Target, major: int) -> set[tuple]:
-    """What a build stands for in the default run. Tiles have bounds on their spills for one major, see `admitted_spills`."""
+    """What a build stands for in the default run: with the major that bounds on spills are for (`admitted_spills`), each
+    kernel on each architecture, in its dtypes and tiles; with the other that it takes each kernel, feature and architecture."""
     config = target.config
-    return {
-        (config.kernel, target.arch),
-        (config.kernel, config.dtype),
-        *((config.kernel, flag) for flag in flags(config)),
-        *(tiles_of(config) if major == RECORDED[0] else ()),
-    }
+    found = {(config.kernel,), (target.arch,), *((config.kernel, flag) for flag in flags(config))}
+    if major == RECORDED[0]:
+        found |= {(config.kernel, target.arch), (config.kernel, config.dtype), *tiles_of(config)}
+    return found
 
 
 @functools.cache
