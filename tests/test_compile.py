@@ -1,8 +1,8 @@
 """Every Config the matrix can choose, built by both majors of NVRTC: it compiles, fits the GPU, spills no more than
 compat_matrix.yaml admits, and became the instructions it was written for.
 
-A default run builds a few Configs that between them have every kernel file on every architecture, its dtypes, every
-tile and every feature, with the other major every kernel file, feature and architecture; `-m slow` builds all of them
+A default run builds a few Configs that between them have every kernel file on every architecture, its dtypes, head dims
+and features, with the other major every kernel file, feature and architecture; `-m slow` builds all of them, in every tile
 (hours of CPU time). FLASHPATCH_COMPILE_REPORT=FILE appends what each build took and used, one JSON object a line.
 """
 
@@ -130,11 +130,14 @@ def flags(config: Config) -> list[str]:
 
 def facets(target: Target, major: int) -> set[tuple]:
     """What a build stands for in the default run: with the major that bounds on spills are for (`admitted_spills`), each
-    kernel on each architecture, in its dtypes and tiles; with the other that it takes each kernel, feature and architecture."""
+    kernel on each architecture, in its dtypes, and at each head dim in 32, 16 and 8 bits; with the other that it takes each
+    kernel, feature and architecture."""
     config = target.config
     found = {(config.kernel,), (target.arch,), *((config.kernel, flag) for flag in flags(config))}
     if major == RECORDED[0]:
-        found |= {(config.kernel, target.arch), (config.kernel, config.dtype), *tiles_of(config)}
+        found |= {(config.kernel, target.arch), (config.kernel, config.dtype)}
+        element = planning.ELEMENT_BYTES[config.dtype]
+        found |= {(kernel, head_dim, element) for kernel, head_dim, _ in tiles_of(config)}
     return found
 
 
@@ -168,7 +171,8 @@ def architectures() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What came of a target with one version of NVRTC. `instructions` is None where there is no nvdisasm."""
+    """What came of a target with one version of NVRTC. `instructions` is None where there is no nvdisasm, and of kernels that
+    need none in particular."""
 
     target: Target
     version: tuple[int, int]
@@ -202,7 +206,7 @@ def build(major: int, target: Target) -> Build:
     except (compiler.CompileError, nvrtc.BuildError) as error:
         return Build(target, version, "", time.thread_time() - started, error=str(error))
     seconds = time.thread_time() - started
-    return Build(target, version, log, seconds, instructions(cubin))
+    return Build(target, version, log, seconds, instructions(cubin) if config.kernel in INSTRUCTIONS else None)
 
 
 def nvdisasm() -> Path | None:
@@ -286,7 +290,7 @@ def faults(done: Build) -> list[str]:
 
 
 def instruction_faults(done: Build) -> list[str]:
-    """What the disassembly has that it should not, and lacks; nothing without nvdisasm (pip install nvidia-cuda-nvdisasm)."""
+    """What the disassembly has that it should not, and lacks; nothing where there is none."""
     if done.instructions is None:
         return []
     config = done.target.config
@@ -347,13 +351,8 @@ def test_the_default_run_stands_for_the_grid():
     chosen = representative(RECORDED[0])
     assert {target.config.kernel for target in chosen} == kernels
     assert {target.arch for target in chosen} == {target.arch for target in grid()} == set(architectures())
-    tiles = {
-        (kernel, head_dim, position)
-        for kernel, table in MATRIX.tiles.items()
-        for head_dim, entries in table.items()
-        for position in range(len(entries))
-    }
-    assert {tile for target in chosen for tile in tiles_of(target.config)} == tiles
+    head_dims = {(kernel, head_dim) for kernel, table in MATRIX.tiles.items() for head_dim in table}
+    assert {tile[:2] for target in chosen for tile in tiles_of(target.config)} == head_dims
     for kernel in kernels:
         dtypes = [
             {target.config.dtype for target in targets if target.config.kernel == kernel}

@@ -781,7 +781,18 @@ BUGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+def by_default():
+    """A bug in every source. The rest is for `-m slow`: each costs a build."""
+    return list({bug.source: bug for bug in reversed(BUGS)}.values())
+
+
+BY_DEFAULT = by_default()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in {bug.case for bug in BY_DEFAULT} else pytest.mark.slow) for name in CASES],
+)
 def test_kernels_as_they_are_survive(name, monkeypatch):
     assert run(CASES[name], None, monkeypatch) is None
 
@@ -819,19 +830,6 @@ def test_a_feature_means_the_same_in_every_shape_of_tile(kernel, block_m, block_
         features=frozenset(("mask", "bias", "nan")),
     )
     assert run(case, None, monkeypatch) is None
-
-
-def by_default():
-    """Bugs that between them have every source and every case: the rest is for `-m slow`, each costs a build."""
-    chosen, had = [], set()
-    for bug in BUGS:
-        if not {bug.source, bug.case} <= had:
-            chosen.append(bug)
-            had |= {bug.source, bug.case}
-    return chosen
-
-
-BY_DEFAULT = by_default()
 
 
 @pytest.mark.parametrize(
