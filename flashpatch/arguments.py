@@ -55,7 +55,7 @@ def check(
     if not problems:
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
         _check_extras(problems, q, k, batch, bias, mask, key_ranges, alibi_slopes, sinks, varlen)
-        _check_eight_bits(problems, q, k, v, batch, sinks, descales)
+        _check_eight_bits(problems, q, k, v, batch, bias, sinks, descales)
         _check_lengths(problems, q, k, varlen, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     return problems
 
@@ -139,8 +139,10 @@ def _check_extras(
         problems.append(f"key_ranges has dtype {key_ranges.dtype}; int32 is needed")
     if mask is not None and mask.dtype != torch.bool:
         problems.append(f"mask has dtype {mask.dtype}; bool is needed (True = attend), an additive one goes to bias")
-    if bias is not None and not bias.is_floating_point():
-        problems.append(f"bias has dtype {bias.dtype}; a floating-point one is needed, a boolean one goes to mask")
+    if bias is not None and (not bias.is_floating_point() or bias.dtype.itemsize == 1):
+        problems.append(
+            f"bias has dtype {bias.dtype}; a floating-point one of 16 bits or more is needed, a boolean one goes to mask"
+        )
     if sinks is not None and tuple(sinks.shape) != (heads,):
         problems.append(f"sinks has shape {_shape(sinks)}; [num_heads_q] = [{heads}] is needed")
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
@@ -163,13 +165,13 @@ def _check_extras(
             problems.append(f"{name} is on {tensor.device}, q on {q.device}; all must be on one device")
 
 
-def _check_eight_bits(problems: list[str], q, k, v, batch: int, sinks, descales) -> None:
+def _check_eight_bits(problems: list[str], q, k, v, batch: int, bias, sinks, descales) -> None:
     """What goes with numbers of 8 bits: all three have them, factors, no gradients."""
     eight = [tensor.dtype.itemsize == 1 for tensor in (q, k, v)]
     if any(eight) and not all(eight):
         problems.append(f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; float8_e4m3fn is taken for all three or none")
     if any(eight):
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias), ("sinks", sinks)):
             if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
                 problems.append(
                     f"{name} requires a gradient, and attention in 8 bits has a forward only; pass {name}.detach()"
@@ -190,8 +192,20 @@ def _check_eight_bits(problems: list[str], q, k, v, batch: int, sinks, descales)
             problems.append(f"{name} is on {factors.device}, q on {q.device}; all must be on one device")
         elif factors.requires_grad and torch.is_grad_enabled():
             problems.append(f"{name} requires a gradient, which nothing here gives it; pass {name}.detach()")
-        elif factors.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((factors >= 0).all()):
-            problems.append(f"{name} has the value {float(factors.min())}; factors must be positive")
+        elif _can_be_read(factors) and not bool(((factors >= 0) & factors.isfinite()).all()):
+            wrong = factors[~((factors >= 0) & factors.isfinite())]
+            problems.append(f"{name} has the value {float(wrong[0])}; factors must be finite and not negative")
+
+
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device, and are there: nobody traces or transforms."""
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._len_torch_dispatch_stack()
+    )
 
 
 def _broadcasts(shape: tuple, target: tuple) -> bool:

@@ -355,7 +355,7 @@ def attention(
             `max_seqlen_q` and `max_seqlen_k`, the longest of each.
         seqused_k: int32 [batch], keys in use; `causal` and `window_size` align to it.
         q_descale, k_descale, v_descale: with q, k and v in float8_e4m3fn, what their numbers are to be multiplied by: fp32,
-            positive, broadcast to [batch, num_heads_kv] (of q: for the query heads that read that key head); None is 1.
+            finite and not negative, broadcast to [batch, num_heads_kv] (of q: for the query heads that read that key head); None is 1.
         deterministic: gradients bit-equal from run to run (also under torch.use_deterministic_algorithms).
         return_logsumexp: also return log(sum(exp(scores))), fp32, natural log, [batch, num_heads_q, seqlen_q]
             (varlen: [num_heads_q, total_q]); differentiable.
@@ -443,8 +443,8 @@ def _find(q, k, v, options: tuple) -> tuple[tuple | None, _Known | None]:
     index, dtype = q.get_device(), q.dtype
     if index < 0 or k.get_device() != index or v.get_device() != index or k.dtype != dtype or v.dtype != dtype:
         return None, None
-    if not _is_eager(q):
-        return None, None
+    if not _is_eager(q) or (dtype.itemsize == 1 and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return None, None  # of 8 bits only `check` knows whether gradients are asked for
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dtype, index, q.requires_grad, k.requires_grad,
         v.requires_grad, q.is_inference(), execution.takes_tf32(dtype), options,

@@ -46,12 +46,15 @@ def wide(q, k, v, q_descale, k_descale, v_descale):
         (lambda q, k, v: ((q, k.to(torch.bfloat16), v), {}), "float8_e4m3fn is taken for all three or none"),
         (lambda q, k, v: ((q, k, v), {"v_descale": torch.ones(3, 2)}), "v_descale is torch.float32 [3, 2]"),
         (lambda q, k, v: ((q, k, v), {"k_descale": torch.ones(2, 2).half()}), "k_descale is torch.float16"),
-        (lambda q, k, v: ((q, k, v), {"q_descale": -torch.ones(2, 2)}), "factors must be positive"),
+        (lambda q, k, v: ((q, k, v), {"q_descale": -torch.ones(2, 2)}), "factors must be finite and not negative"),
+        (lambda q, k, v: ((q, k, v), {"v_descale": torch.full((2, 2), torch.inf)}), "v_descale has the value inf"),
+        (lambda q, k, v: ((q, k, v), {"bias": torch.zeros(1, 1, 1, 1, requires_grad=True)}), "bias requires a gradient"),
+        (lambda q, k, v: ((q, k, v), {"bias": torch.zeros(1, 1, 1, 1).to(q.dtype)}), "bias has dtype torch.float8_e4m3fn"),
         (lambda q, k, v: ((q, k, v), {"q_descale": 0.5}), "q_descale is float, not a torch.Tensor"),
         (lambda q, k, v: ((q, k, v), {"sinks": torch.zeros(4, requires_grad=True)}), "sinks requires a gradient"),
         (lambda q, k, v: ((q.requires_grad_(), k, v), {}), "q requires a gradient"),
     ],
-    ids=["other-dtype", "mixed", "shape", "half", "negative", "number", "sinks-gradient", "gradient"],
+    ids=["other-dtype", "mixed", "shape", "half", "negative", "infinite", "bias-gradient", "bias-dtype", "number", "sinks-gradient", "gradient"],
 )  # fmt: skip
 def test_what_cannot_be_is_named(change, message):
     tensors, keywords = change(*qkv())

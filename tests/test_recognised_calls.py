@@ -105,6 +105,17 @@ def test_what_differs_is_computed_as_asked(checks):
 
 
 @pytest.mark.filterwarnings("ignore:flashpatch")
+def test_eight_bits_have_no_gradients_whatever_came_before(checks):
+    q, k, v = (tensor.to(torch.float8_e4m3fn) for tensor in tensors())
+    q.requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            assert not attention(q, k, v).requires_grad
+        with pytest.raises(ValueError, match="q requires a gradient"):
+            attention(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
 def test_gradients_follow_the_mode_and_the_tensors(checks):
     plain, training = tensors(), tensors(requires_grad=True)
     for _ in range(3):
