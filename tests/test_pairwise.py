@@ -429,6 +429,7 @@ BUGS = [
     ("pairwise_gradient.cu", "row_weight[m] * column_weight", "row_weight[m]", "gradient"),
     ("pairwise_gradient.cu", "? 2.f :", "? 1.f :", "gradient"),
 ]  # fmt: skip
+BY_DEFAULT = list({(source, case): (source, *bug, case) for source, *bug, case in BUGS}.values())  # the rest is slow
 
 
 def wrong(case: str, source: str) -> list[str]:
@@ -456,7 +457,11 @@ def right_as_it_is(case: str, source: str) -> bool:
 
 
 @needs_emulator
-@pytest.mark.parametrize(("source", "right", "planted", "case"), BUGS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("source", "right", "planted", "case"),
+    [pytest.param(*bug, marks=() if bug in BY_DEFAULT else pytest.mark.slow) for bug in BUGS],
+    ids=lambda value: str(value)[:40],
+)
 def test_planted_bug_is_noticed(source, right, planted, case, monkeypatch):
     real, texts = emulator.load, []
 

@@ -798,7 +798,8 @@ def test_kernels_as_they_are_survive(name, monkeypatch):
 
 
 def tiles_of_the_matrix():
-    """Every shape of tile that some generation, dtype and head dim has, for kernels whose shapes differ in little else."""
+    """Every shape of tile that some generation, dtype and head dim has, for kernels whose shapes differ in little else; by
+    default the smallest and the largest of each kernel."""
     shapes = {
         (kernel, tile["block_m"], tile["block_n"], tile["num_warps"], dtype)
         for kernel in ("forward_sm80", "backward_sm80", "forward_sm75", "backward_sm75")
@@ -806,7 +807,12 @@ def tiles_of_the_matrix():
         for tile in tiles
         for dtype in (("float32",) if tile.get("dtypes") == ["float32"] else ("float16",))
     }
-    return [pytest.param(*shape, id="-".join(map(str, shape))) for shape in sorted(shapes)]
+    by_size = sorted(shapes, key=lambda shape: (shape[1] * shape[2], shape))
+    extremes = [shape for order in (by_size, by_size[::-1]) for shape in {(s[0], s[4]): s for s in order}.values()]
+    return [
+        pytest.param(*shape, id="-".join(map(str, shape)), marks=() if shape in extremes else pytest.mark.slow)
+        for shape in sorted(shapes)
+    ]
 
 
 @pytest.mark.parametrize("kernel, block_m, block_n, num_warps, dtype", tiles_of_the_matrix())
