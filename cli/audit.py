@@ -121,15 +121,13 @@ def _print(report) -> None:
         rows = [row for module in report.modules for row in _rows(module)]
         columns = ["module", "class", "now", "direction", "runs on", "tile", "shared memory", "status", "why"]
         rendering.table(columns, rows, report.model)
-        total, on_kernels = (
-            len(report.modules),
-            [module for module in report.modules if module.dispatched and not module.reasons],
-        )
+        total = len(report.modules)
+        on_kernels = sum(module.dispatched and not module.reasons for module in report.modules)
         forward = sum(_forward_on_a_kernel(module) for module in report.modules)
-        more = f" ({forward} of {total} in the forward)" if forward > len(on_kernels) else ""
+        more = f" ({forward} of {total} in the forward)" if forward > on_kernels else ""
         click.echo(
             f"{sum(module.dispatched for module in report.modules)} of {total} attention modules would call flashpatch, "
-            f"{len(on_kernels)} of {total} run on a kernel{more}."
+            f"{on_kernels} of {total} run on a kernel{more}."
         )
 
 

@@ -198,13 +198,12 @@ def _check_eight_bits(problems: list[str], q, k, v, batch: int, bias, sinks, des
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device, and are there: nobody traces or transforms."""
+    """Whether values are there without waiting for a GPU: not while a graph is compiled, of a fake tensor, or under vmap."""
     return (
         tensor.device.type == "cpu"
-        and type(tensor) is torch.Tensor
+        and tensor.__class__ is torch.Tensor
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._len_torch_dispatch_stack()
     )
 
 
@@ -237,12 +236,12 @@ def _check_lengths(
             if sequences < 0 or (batch is not None and sequences != batch):
                 problems.append(f"{name} has {sequences + 1} entries; batch + 1 are needed, as in the other cu_seqlens")
             batch = sequences if batch is None else batch
-            if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+            if _can_be_read(tensor):
                 longest = max_seqlen_q if name.endswith("q") else max_seqlen_k
                 _check_offsets(problems, name, tensor, (q if name.endswith("q") else k).shape[0], longest)
         elif batch is not None and tensor.shape[0] != batch:
             problems.append(f"seqused_k has {tensor.shape[0]} entries for a batch of {batch}")
-        elif tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        elif _can_be_read(tensor):
             most = math.inf if varlen else k.shape[1]
             if not all(0 <= n <= most for n in tensor.tolist()):
                 limit = "0 or more" if varlen else f"0 to {most}"

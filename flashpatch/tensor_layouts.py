@@ -23,4 +23,7 @@ def check(*tensors: torch.Tensor) -> Callable[..., bool]:
     if _guards is None:
         return never
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    return _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    try:
+        return _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except TypeError:  # it is private to torch, and another torch's may take other arguments: keys recognise calls too
+        return never

@@ -71,6 +71,20 @@ def test_there_is_no_backward():
         fallback.backward(out, None, q, k, v, out, logsumexp, call)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_factors_are_looked_at_where_they_are_there():
+    q, k, v = qkv()
+    with flashpatch.trace(), pytest.raises(ValueError, match="finite and not negative"):
+        flashpatch.attention(q, k, v, k_descale=-torch.ones(2, 2), on_decline="fallback")
+
+    def one(q, k, v, factor):
+        return flashpatch.attention(q[None], k[None], v[None], q_descale=factor, on_decline="fallback")[0]
+
+    factors = torch.rand(2, 2)
+    together = torch.func.vmap(one)(q, k, v, factors)
+    assert torch.equal(together, torch.stack([one(*row) for row in zip(q, k, v, factors, strict=True)]))
+
+
 @pytest.mark.parametrize(
     ("gpu", "problem", "code"),
     [

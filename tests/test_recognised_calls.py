@@ -175,3 +175,8 @@ def test_wrong_arguments_are_still_named_after_right_ones(checks):
             attention(q, k, v, **wrong)
     with pytest.raises((ValueError, TypeError), match=r"\bk\b"):
         attention(q, None, v)
+
+
+def test_another_torchs_guards_are_done_without(monkeypatch):
+    monkeypatch.setattr(tensor_layouts, "_guards", lambda tensors: None)
+    assert tensor_layouts.check(*tensors()) is tensor_layouts.never
