@@ -65,7 +65,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const int warpgroup = uniform(thread_index() / 128) - 1;
   if (warpgroup < 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) produce(params, smem);
+    if (uniform(warp_index()) == 0) produce(params, smem);
     if constexpr (kDeterministic)
       if (thread_index() == 32) add_in_turns(p, smem);
     return;

@@ -3,6 +3,7 @@
 // A masked key that holds NaN or Inf inside a tile some row sees: its P is 0, but 0 * NaN in dP or dS K reaches dq of rows that do not
 // see it. Keys from k_length on never enter shared memory. The portable backward takes such keys out.
 #pragma once
+#include "packed_sm90.cuh"
 #include "scores.cuh"
 #include "tile_sm90.cuh"
 #include "workspace_sm90.cuh"
@@ -133,25 +134,15 @@ struct Walk {
   }
 };
 
-// ---- the producer: one thread ----
+// By all lanes of a warp, which then know that it is the same for all.
+DEVICE Walk uniform(Walk walk) {
+  walk.left = uniform(walk.left), walk.m_block = uniform(walk.m_block), walk.head = uniform(walk.head);
+  walk.record = uniform(walk.record), walk.m_blocks = {uniform(walk.m_blocks.begin), uniform(walk.m_blocks.end)};
+  return walk;
+}
 
-// Rows that are not of the sequence never enter shared memory, whatever they hold (another sequence, a stale cache, NaN): the
-// tensor map cuts a tile off at the sequence's end and fills up with zeros. Padded batches end where the map does. For packed
-// rows and for seqused_k the map (head_dim, x, heads, y, z) has row strides in x and y, 2^30 rows in x, and such a stride in z that
-// z = 2^30 takes 2^30 rows back: x = 2^30 - length + row, y = start + length is row `row`, and beyond `length` x is outside.
-constexpr int kRaggedRows = 1 << 30;
-struct RowOrigin {
-  int x, y, z;  // of row 0
-};
-DEVICE RowOrigin origin_of(bool ragged, int batch, i64 start, int length) {
-  if (ragged) return {kRaggedRows - length, (int)start + length, kRaggedRows};
-  return {0, batch, 0};
-}
-template <class T> DEVICE void load_rows(T tile, const TensorMap* map, u32 barrier, RowOrigin origin, int row, int head) {
-#pragma unroll
-  for (int slab = 0; slab < T::kSlabs; ++slab)
-    tma_load_5d(tile.base + slab * T::kSlabBytes, map, barrier, slab * 64, origin.x + row, head, origin.y, origin.z);
-}
+// ---- the producer: one warp, of which one thread loads ----
+
 // First row of the sequence in a tensor of keys; without cu_seqlens batches are whole numbers of rows apart (the launcher sees to it).
 DEVICE RowOrigin key_origin(const Params& p, const Sequence& s, i64 stride_batch, i64 stride_row) {
   if (p.cu_seqlens_k || !p.seqused_k) return origin_of(p.cu_seqlens_k != nullptr, s.batch, s.k_start, s.k_length);
@@ -163,8 +154,10 @@ DEVICE void load_keys(const ParamsSm90& params, SharedMemory smem, const KeyTask
   const Params& p = params.common;
   const Sequence s = sequence_of(p, task.batch);
   const auto load = [&](KeyTile tile, const TensorMap& map, u32 full, i64 stride_batch, i64 stride_row) {
+    const RowOrigin origin = uniform(key_origin(p, s, stride_batch, stride_row));
+    if (!elect()) return;
     mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
-    load_rows(tile, &map, full, key_origin(p, s, stride_batch, stride_row), task.n_block * kBlockN, task.kv_head);
+    load_rows(tile, &map, full, origin, task.n_block * kBlockN, task.kv_head);
   };
   load(smem.k(), params.k, smem.barrier(kKFull), p.k_stride_batch, p.k_stride_row);
   load(smem.v(), params.v, smem.barrier(kVFull), p.v_stride_batch, p.v_stride_row);
@@ -176,22 +169,24 @@ DEVICE void produce(const ParamsSm90& params, SharedMemory smem) {
   const Params& p = params.common;
   const u32 tiles = tile_count(p);
   const auto take = [&] {  // deterministic: first come, first served, see turns_before
-    if constexpr (kDeterministic) return atomic_add_global((u32*)p.dq_turns, 1);
-    else return atomic_add_global(params.tile_counters, 1) + grid_size();
+    u32 next = 0;
+    if (lane_index() == 0) next = atomic_add_global(kDeterministic ? (u32*)p.dq_turns : params.tile_counters, 1);
+    return (u32)uniform(next) + (kDeterministic ? 0 : grid_size());
   };
   u32 parity = 1;                                                 // of kKeysEmpty: a fresh one is empty
   const auto hand_over = [&](const KeyTask& task) {
     mbarrier_wait(smem.barrier(kKeysEmpty), parity);              // write after read: the tile before is done with K and V
     parity ^= 1;
-    smem.set_task(task);
+    if (elect()) smem.set_task(task);
   };
   int step = 0;
   u32 index = kDeterministic ? take() : block_index();
   while (index < tiles) {
-    const KeyTask task = task_of(p, index);
+    const KeyTask task = uniform(task_of(p, index));
     const Sequence s = sequence_of(p, task.batch);
-    const RowOrigin queries = origin_of(p.cu_seqlens_q != nullptr, s.batch, s.q_start, s.q_length);
+    const RowOrigin queries = uniform(origin_of(p.cu_seqlens_q != nullptr, s.batch, s.q_start, s.q_length));
     const auto load_queries = [&](QueryTile tile, const TensorMap& map, u32 statistics, const float* source, u32 full, const Walk& at) {
+      if (!elect()) return;
       mbarrier_arrive_expect_tx(full, QueryTile::kBytes + kStatisticsBytes);
       load_rows(tile, &map, full, queries, at.m_block * kBlockM, at.head);
       bulk_load(statistics, source, kStatisticsBytes, full);
@@ -204,11 +199,13 @@ DEVICE void produce(const ParamsSm90& params, SharedMemory smem) {
       load_queries(smem.dout(stage), params.dout, smem.negative_delta(stage), negative_delta_rows(p, at.record), smem.barrier(kDoutFull, stage), at);
       ++step;
     };
-    Walk walk(p, s, task);
+    Walk walk = uniform(Walk(p, s, task));
     if (walk.left == 0 && task.n_block * kBlockN < s.k_rows) {    // nobody sees these keys
       hand_over(task);
-      mbarrier_arrive(smem.barrier(kKFull));
-      mbarrier_arrive(smem.barrier(kVFull));
+      if (elect()) {
+        mbarrier_arrive(smem.barrier(kKFull));
+        mbarrier_arrive(smem.barrier(kVFull));
+      }
     }
     for (bool first = true; walk.left > 0; walk.next(), first = false) {
       load_step(walk);
@@ -217,10 +214,10 @@ DEVICE void produce(const ParamsSm90& params, SharedMemory smem) {
     index = take();                                               // as late as it can be: whoever is free first goes on
   }
   hand_over({-1, 0, 0, 0});
-  mbarrier_arrive(smem.barrier(kKFull));
+  if (elect()) mbarrier_arrive(smem.barrier(kKFull));
 
   // The last CTA to get here leaves the counters as it found them.
-  if (!kDeterministic && atomic_add_global(params.tile_counters + 1, 1) == grid_size() - 1) {
+  if (!kDeterministic && lane_index() == 0 && atomic_add_global(params.tile_counters + 1, 1) == grid_size() - 1) {
     st_global(params.tile_counters, 0u);
     st_global(params.tile_counters + 1, 0u);
   }

@@ -38,7 +38,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
   const int warpgroup = uniform(thread_index() / 128) - 1;
   if (warpgroup < 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) produce(params, smem);
+    if (uniform(warp_index()) == 0) produce(params, smem);
     return;
   }
 
