@@ -1,7 +1,8 @@
 // Attention forward for Hopper: out = softmax(scores of q k^T) v and logsumexp, warp-specialised and persistent.
 //
-// Warpgroup 0 produces: one of its threads takes tiles (kBlockM query rows of a head) from a counter and loads Q, K and V
-// by TMA. Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first, it
+// Warpgroup 0 produces: one of its warps takes tiles (kBlockM query rows of a head) from a counter and loads Q, K and V
+// by TMA. It runs converged, an elected lane issues: the compiler then knows addresses to be uniform. One thread alone took a
+// loop of ten instructions a copy to prove it, which consumers waited for (2 to 4% in all). Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a tile, last one first, it
 // issues
 //     S_n = Q K_n^T   and   O += P_{n+1} V_{n+1}
 // together, and does the softmax of S_n while the products of the other warpgroups keep the tensor cores busy. Warpgroups
@@ -10,8 +11,9 @@
 // under the exponentials of one warpgroup, tried instead: 5 to 10% slower; the first block of keys first: causal head dim 256
 // 1% faster, 64 2% slower.
 //
-// A tile's ends, where warpgroups work at the same things, are short: Q of the next tile is there before it begins, the
-// row sums are finished under the last product, and O is stored under the first scores of the next tile.
+// A tile's ends, where warpgroups work at the same things, are short: the producer says which keys each sees and has Q there before a
+// tile begins, the row sums are finished under the last product, and the copy engine stores O. The last product of a tile and the
+// first scores of the next issued together, tried instead: 1 to 5% slower.
 //
 // In 8 bits V comes transposed, in records that a kernel beforehand wrote (values_sm90.cuh); factors of q, k and v per key head go
 // into the scale of the scores and of O, which is stored in bf16.
@@ -23,7 +25,7 @@
 #include "packed_sm90.cuh"
 #include "recompute_sm90.cuh"
 
-// ---- producer: one thread ----
+// ---- producer: one warp ----
 
 // Rows by which tiles begin early, in whole warpgroups. Where causal rows see the more keys the later they are, warpgroups
 // without rows belong into the first tile, which is the shortest, not into the last (head dim 128 at 2048: 6% less work).
@@ -38,78 +40,117 @@ constexpr i64 kL2Bytes = 32 << 20;
 // K and V in L2 (512 tokens, causal, head dim 128: 340 TFLOP/s, as many as fit 318; at 2048 no faster, at 8192 1% slower).
 constexpr int kShortKeys = 1024;
 
+// The next tile is claimed, and its Q asked for, when this many blocks of a tile are still to be loaded: Q comes from memory, and
+// consumers that are done with a tile have nothing else to do (one or three instead: at most 1% slower). Claimed when its predecessor
+// began, a tile, which may be long, would wait while other CTAs run out of work (causal, head dim 256, 2048 tokens: 616 TFLOP/s
+// instead of 633).
+constexpr int kClaimedAhead = 2;
+
 DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const Params& p = params.common;
   const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
   const u32 tiles = (u32)p.m_blocks * rows;
-  const auto take_tile = [&] { return atomic_add_global(params.tile_counters, 1) + grid_size(); };
   const u32 together = p.seqlen_k <= kShortKeys && !p.cu_seqlens_q ? 2 * grid_size() : tiles;  // tiles of a section, at most
   u32 index = block_index();
-  while (index < tiles) {
-    Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows, together)
-                                   : position_of(index, p.m_blocks, p.num_heads_q);
-    if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
-    const Sequence s = sequence_of(p, position.batch);
-    const int first_row = position.block * kBlockM - missing_rows(s);
-    if (first_row >= s.q_length) {
-      index = take_tile();
-      continue;
-    }
-    const BlockKeys keys = keys_of_rows(p, s, larger(first_row, 0), first_row + kBlockM);
-    const Work work = {s, first_row, position.head, blocks_of(keys)};
+  const auto take_tile = [&] {
+    return (u32)uniform(lane_index() == 0 ? (int)(atomic_add_global(params.tile_counters, 1) + grid_size()) : 0);
+  };
 
-    rings.work.wait_empty();  // every consumer has read what was there
-    st_shared(smem.work(rings.work.stage()), work);
-    mbarrier_arrive(rings.work.full());
-    rings.work.advance();
-
-    const int q_batch = p.cu_seqlens_q ? 0 : s.batch, k_batch = p.cu_seqlens_k ? 0 : s.batch;
-    const int kv_head = position.head / (p.num_heads_q / p.num_heads_kv);
-    const auto load_k = [&](int n) {
-      rings.k.wait_empty();
-      smem.k(rings.k.stage()).load(&params.k, rings.k.full(), (int)s.k_start + n * kBlockN, kv_head, k_batch);
-      rings.k.advance();
-    };
-    const auto load_v = [&](int n) {
-      rings.v.wait_empty();
-      const VTile v_smem = smem.v(rings.v.stage());
-      if constexpr (kIsE4m3) {
+  // What loads of one tile need: where its rows begin, which head and which row of the batch.
+  struct Source {
+    int row, head, batch;
+  };
+  const auto queries_of = [&](u32 slot) -> Source {
+    const Work work = ld_shared<Work>(slot);
+    const int row = (int)work.sequence.q_start + work.first_row;
+    return {uniform(row), uniform(work.head), uniform(p.cu_seqlens_q ? 0 : work.sequence.batch)};
+  };
+  const auto keys_of = [&](u32 slot) -> Source {
+    const Work work = ld_shared<Work>(slot);
+    const int head = work.head / (p.num_heads_q / p.num_heads_kv);
+    return {uniform((int)work.sequence.k_start), uniform(head), uniform(p.cu_seqlens_k ? 0 : work.sequence.batch)};
+  };
+  const auto load_q = [&](Source q, int consumer) {
+    rings.q.wait_empty();
+    if (elect()) smem.q(rings.q.stage()).load(&params.q, rings.q.full(), q.row + consumer * 64, q.head, q.batch);
+    rings.q.advance();
+  };
+  const auto load_k = [&](Source k, int n) {
+    rings.k.wait_empty();
+    if (elect()) smem.k(rings.k.stage()).load(&params.k, rings.k.full(), k.row + n * kBlockN, k.head, k.batch);
+    rings.k.advance();
+  };
+  const auto load_v = [&](u32 slot, Source k, int n) {
+    rings.v.wait_empty();
+    const VTile v_smem = smem.v(rings.v.stage());
+    if constexpr (kIsE4m3) {
+      if (elect()) {
         mbarrier_arrive_expect_tx(rings.v.full(), kValueBytes);
-        bulk_load(v_smem.base, value_record(p, value_record_of(p, s, n, kv_head)), kValueBytes, rings.v.full());
-      } else {
-        v_smem.load(&params.v, rings.v.full(), (int)s.k_start + n * kBlockN, kv_head, k_batch);
+        const int record = value_record_of(p, ld_shared<Work>(slot).sequence, n, k.head);
+        bulk_load(v_smem.base, value_record(p, record), kValueBytes, rings.v.full());
       }
-      rings.v.advance();
-    };
-    const auto load_q = [&](int consumer) {
-      rings.q.wait_empty();
-      smem.q(rings.q.stage()).load(&params.q, rings.q.full(), (int)s.q_start + first_row + consumer * 64, position.head, q_batch);
-      rings.q.advance();
-    };
-    // First the stages of Q that the tile before does not hold; the others wait for its last scores, or for O to be stored.
-    int n = work.blocks.end - 1;
-#pragma unroll
-    for (int consumer = 0; consumer < kQStages - kConsumers; ++consumer) load_q(consumer);
-    if (n >= work.blocks.begin) load_k(n);
-#pragma unroll
-    for (int consumer = kQStages - kConsumers; consumer < kConsumers; ++consumer) load_q(consumer);
-    for (; n > work.blocks.begin; --n) {
-      load_k(n - 1);
-      load_v(n);
+    } else {
+      if (elect()) v_smem.load(&params.v, rings.v.full(), k.row + n * kBlockN, k.head, k.batch);
     }
-    // Under the last load. A tile taken when this one began, which may be long, would wait while other CTAs run out of work
-    // (causal, head dim 256, 2048 tokens: 616 TFLOP/s instead of 633).
+    rings.v.advance();
+  };
+  // Publishes the next tile with rows, or that there is none, and loads as much of its Q as fits beside that of the tile before.
+  const auto claim = [&] {
+    Work work = {};
+    work.head = -1;
+    for (; index < tiles; index = take_tile()) {
+      Position position = kHasWindow ? longest_first<kL2Bytes>(p, index, rows, together)
+                                     : position_of(index, p.m_blocks, p.num_heads_q);
+      if (p.cu_seqlens_q) position = in_sequence(position, p.cu_seqlens_q, kBlockM, p.batch);
+      const Sequence s = sequence_of(p, position.batch);
+      const int first_row = position.block * kBlockM - missing_rows(s);
+      if (first_row >= s.q_length) continue;
+      const BlockKeys keys = keys_of_rows(p, s, larger(first_row, 0), first_row + kBlockM);
+      work = {s, first_row, position.head, blocks_of(keys)};
+      break;
+    }
+    rings.work.wait_empty();  // every consumer has read what was there
+    const u32 slot = smem.work(rings.work.stage());
+    if (elect()) st_shared(slot, work);
+    if (lane_index() < kConsumers) {  // a lane for a consumer, none of which divides between two tiles
+      const int first = work.first_row + lane_index() * 64;
+      const BlockKeys keys = keys_of_rows(p, work.sequence, first, first + 64);
+      st_shared(smem.own(rings.work.stage(), lane_index()), OwnKeys{blocks_of(keys), keys.all});
+    }
+    sync_warp();  // written by and for all lanes
+    if (elect()) mbarrier_arrive(rings.work.full());
+    rings.work.advance();
+    if (work.head < 0) return;
+    const Source q = queries_of(slot);
+#pragma unroll
+    for (int consumer = 0; consumer < kQStages - kConsumers; ++consumer) load_q(q, consumer);
+  };
+
+  claim();
+  for (u32 tile = 0; uniform(ld_shared<Work>(smem.work(tile % 2)).head) >= 0; ++tile) {
+    const u32 slot = smem.work(tile % 2);
+    const Span blocks = uniform(ld_shared<Work>(slot).blocks);
+    Source keys = keys_of(slot);
+    int n = blocks.end - 1;
+    if (n >= blocks.begin) load_k(keys, n);
+    // The rest of Q waits for the last scores of the tile before, or for its O to be stored.
+#pragma unroll
+    for (int consumer = kQStages - kConsumers; consumer < kConsumers; ++consumer) load_q(queries_of(slot), consumer);
+    const int claimed_at = larger(smaller(blocks.begin + kClaimedAhead, n) - 1, blocks.begin);
+    for (; n > claimed_at; --n) {
+      load_k(keys, n - 1);
+      load_v(slot, keys, n);
+    }
     index = take_tile();
-    if (n >= work.blocks.begin) load_v(n);
+    claim();
+    for (; n >= blocks.begin; --n) {
+      if (n > blocks.begin) load_k(keys, n - 1);
+      load_v(slot, keys, n);
+    }
   }
-  rings.work.wait_empty();
-  Work none = {};
-  none.head = -1;
-  st_shared(smem.work(rings.work.stage()), none);
-  mbarrier_arrive(rings.work.full());
 
   // The last CTA to get here leaves the counters as it found them.
-  if (atomic_add_global(params.tile_counters + 1, 1) == grid_size() - 1) {
+  if (lane_index() == 0 && atomic_add_global(params.tile_counters + 1, 1) == grid_size() - 1) {
     st_global(params.tile_counters, 0u);
     st_global(params.tile_counters + 1, 0u);
   }
@@ -147,9 +188,12 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   const u32 q_operand = smem.q(0).operand().low, k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
 
   // One arrival a warp, after all of its lanes.
-  const auto release = [&](auto& ring) {
+  const auto release = [&](u32 empty) {
     sync_warp();
-    if (lane_index() == 0) mbarrier_arrive(ring.empty());
+    if (lane_index() == 0) mbarrier_arrive(empty);
+  };
+  const auto release_next = [&](auto& ring) {
+    release(ring.empty());
     ring.advance();
   };
   const auto take_turn = [&] { barrier_sync(kTurn + consumer, 256); };
@@ -157,30 +201,10 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
-  // The tile before, while its O lies in shared memory.
-  bool staged = false;
-  Rings unstored = rings;
-  const auto store_staged = [&] {
-    if (!kStagesOut || !staged) return;
-    staged = false;
-    sync_warp();  // staged by all lanes
-    const Work work = ld_shared<Work>(smem.work(unstored.work.stage()));
-    const int row = (warp_index() & 3) * 16, first_row = work.first_row + consumer * 64;
-    U32x4 chunks[4 * OutTile::kSlabs];
-    load_warp_rows(chunks, smem.out(unstored.q.stage()), row);
-    fence_proxy_async();  // O was written and read by ordinary instructions, Q comes by TMA
-    release(unstored.q);
-    mbarrier_arrive(unstored.work.empty());  // every thread has read it itself
-    const Sequence& s = work.sequence;
-    if (first_row >= 0)
-      store_warp_rows(out_of(p, s, work.head).from(first_row), row, s.q_length - first_row, p.head_dim_v, chunks);
-  };
-
-  for (;;) {
+  for (rings.q.position = consumer;; rings.q.position += kConsumers, rings.work.advance()) {
     rings.work.wait_full();
     const u32 slot = smem.work(rings.work.stage());
     if (uniform(ld_shared<Work>(slot).head) < 0) break;
-    rings.q.position = rings.work.position * kConsumers + consumer;
     const Operand q{q_operand + rings.q.stage() * (kQStageBytes >> 4)};
     if constexpr (kIsE4m3 && !kTransformsScores)
       scale_log2 = score_scale(p, ld_shared<Work>(slot).sequence.batch, ld_shared<Work>(slot).head) * kLog2e;
@@ -224,10 +248,9 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       wgmma_fence();
       issue_scores(s_frag);
       pass_turn();
-      store_staged();
       wgmma_wait<0>();
       pin(s_frag);
-      release(rings.k);
+      release_next(rings.k);
       score(s_frag, n, masked);
       softmax.grow(factor, s_frag, scale_log2);
       softmax.exponentiate(p_frag, s_frag, scale_log2);
@@ -246,12 +269,12 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       pass_turn();
       wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P
       pin(s_frag);
-      release(rings.k);
+      release_next(rings.k);
       score(s_frag, n, masked);
       const bool grew = !speculative && softmax.grow(factor, s_frag, scale_log2);
       wgmma_wait<0>();
       pin(o_frag);
-      release(rings.v);
+      release_next(rings.v);
       if (grew) scale_rows(o_frag, factor);
       if (speculative) softmax.speculate(p_frag, s_frag, o_frag, scale_log2);
       else softmax.exponentiate(p_frag, s_frag, scale_log2);
@@ -263,38 +286,36 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       pass_turn();
       rings.k.wait_full();
       rings.v.wait_full();
-      release(rings.k);
-      release(rings.v);
+      release_next(rings.k);
+      release_next(rings.v);
     };
 
-    const Sequence s = ld_shared<Work>(slot).sequence;
     const Span blocks = uniform(ld_shared<Work>(slot).blocks);
-    const int first_row = uniform(ld_shared<Work>(slot).first_row) + consumer * 64;
-    const BlockKeys keys = first_row < 0 ? BlockKeys{{0, 0}, {0, 0}} : keys_of_rows(p, s, first_row, first_row + 64);
-    const Span own = uniform(blocks_of(keys)), unmasked = uniform(keys.all);
+    const OwnKeys keys = ld_shared<OwnKeys>(smem.own(rings.work.stage(), consumer));
+    const Span own = uniform(keys.blocks), unmasked = uniform(keys.unmasked);
     int n = blocks.end - 1;
-    if (!kIsE4m3 && (p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && s.k_length < blocks.end * kBlockN) {
+    const int tail = ld_shared<Work>(slot).sequence.k_length - n * kBlockN;  // keys of the last block
+    if (!kIsE4m3 && (p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && tail < kBlockN) {
       rings.v.wait_full();
-      clear_tail(smem.v(rings.v.stage()), s.k_length - n * kBlockN);
+      clear_tail(smem.v(rings.v.stage()), tail);
     }
     for (; n >= own.end && n >= blocks.begin; --n) skip();
     rings.q.wait_full();
 
-    const int i_first = first_row + row_of_thread();
     float factor[2], logsumexp[2];
     const auto finish_rows = [&] {
-      const int head = ld_shared<Work>(slot).head;
-      softmax.finalize(factor, logsumexp, kHasSinks ? ld_global(p.sinks + head) * kLog2e : negative_infinity());
+      const Work work = ld_shared<Work>(slot);
+      softmax.finalize(factor, logsumexp, kHasSinks ? ld_global(p.sinks + work.head) * kLog2e : negative_infinity());
       if constexpr (kIsE4m3) {
-        const float scale = descale(p, p.v_descale, s.batch, head);
+        const float scale = descale(p, p.v_descale, work.sequence.batch, work.head);
         factor[0] *= scale, factor[1] *= scale;
       }
-      if (!kStagesOut) release(rings.q);  // the next tile's Q is loaded under the last product and the store
-      float* logsumexp_ptr = p.logsumexp + statistics_offset(p, s, head);
+      if (!kStagesOut) release(rings.q.empty());  // the next tile's Q is loaded under the last product and the store
+      float* logsumexp_ptr = p.logsumexp + statistics_offset(p, work.sequence, work.head);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = i_first + half * 8;
-        if (p.logsumexp && (lane_index() & 3) == 0 && i >= 0 && i < s.q_length) st_global(logsumexp_ptr + i, logsumexp[half]);
+        const int i = work.first_row + consumer * 64 + row_of_thread() + half * 8;
+        if (p.logsumexp && (lane_index() & 3) == 0 && i >= 0 && i < work.sequence.q_length) st_global(logsumexp_ptr + i, logsumexp[half]);
       }
     };
     if (own.begin < own.end) {
@@ -316,9 +337,8 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       finish_rows();
       wgmma_wait<0>();
       pin(o_frag);
-      release(rings.v);
+      release_next(rings.v);
     } else {
-      store_staged();
       finish_rows();
     }
     for (; n >= blocks.begin; --n) skip();
@@ -326,24 +346,32 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     scale_rows(o_frag, factor);
     bool finite[2] = {true, true};
     if constexpr (kHasWindow) all_finite(finite, o_frag);
+    const Work work = ld_shared<Work>(slot);
+    const Sequence& s = work.sequence;
+    const int head = uniform(work.head), first_row = uniform(work.first_row) + consumer * 64, i_first = first_row + row_of_thread();
     if constexpr (kStagesOut) {
-      // All four warps have waited for the scores of Q before any could issue the last product, so nobody reads it any more.
-      stage_accumulators(smem.out(rings.q.stage()), (warp_index() & 3) * 16, o_frag);
-      staged = true;
-      unstored = rings;
+      // Where Q was: all four warps have waited for its last scores before any could issue the last product.
+      const OutTile out_smem = smem.out(rings.q.stage());
+      const int warp_row = (uniform(warp_index()) & 3) * 16;
+      const RowOrigin origin = uniform(origin_of(p.cu_seqlens_q != nullptr, s.batch, s.q_start, s.q_length));
+      stage_accumulators(out_smem, warp_row, o_frag);
+      fence_proxy_async();  // ordinary stores before the copy engine's reads
+      sync_warp();          // of all lanes
+      if (elect()) {
+        if (first_row >= 0) store_rows(out_smem, warp_row, &params.out, origin, first_row + warp_row, head);
+        bulk_wait_read<0>();
+        mbarrier_arrive(rings.q.empty());
+      }
     } else {
-      if (first_row >= 0) store_accumulators(out_of(p, s, ld_shared<Work>(slot).head), i_first, s.q_length, p.head_dim_v, o_frag);
+      if (first_row >= 0) store_accumulators(out_of(p, s, head), i_first, s.q_length, p.head_dim_v, o_frag);
     }
     if (kHasWindow && vote_any(!finite[0] || !finite[1])) {
-      const int head = ld_shared<Work>(slot).head;
-      store_staged();
-      sync_warp();  // the rows stored above are overwritten
+      if (kStagesOut && elect()) bulk_wait<0>();
+      sync_warp();  // write after write: rows stored above are stored once more
       recompute_rows(p, s, head, i_first, logsumexp, finite);
     }
-    if (!kStagesOut) mbarrier_arrive(rings.work.empty());  // every thread has read it itself
-    rings.work.advance();
+    mbarrier_arrive(rings.work.empty());  // every thread has read it itself
   }
-  store_staged();
 }
 
 KERNEL(kThreads, 1) attention_forward_sm90(GRID_CONSTANT ParamsSm90 params) {
@@ -355,7 +383,7 @@ KERNEL(kThreads, 1) attention_forward_sm90(GRID_CONSTANT ParamsSm90 params) {
   const int warpgroup = uniform(warp_index() >> 2);
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) produce(params, smem, rings);
+    if (uniform(warp_index()) == 0) produce(params, smem, rings);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     consume(params, smem, rings, warpgroup - 1);

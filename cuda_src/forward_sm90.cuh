@@ -32,12 +32,16 @@ struct alignas(64) Work {
   int first_row, head;
   Span blocks;  // key blocks that some row sees
 };
+// Of a consumer's rows: key blocks that some of them see, none where there are no rows, and keys that all of them see.
+struct alignas(16) OwnKeys {
+  Span blocks, unmasked;
+};
 
-// Shared memory: Q stages | K stages | V stages | rings | Work of two tiles
-// A Q stage holds one consumer's rows; there are as many as fit beside 512 bytes of rings and Work, for two tiles at most.
-constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes), kQRoom = 227 * 1024 - 512 - kKeyBytes;
+// Shared memory: Q stages | K stages | V stages | rings | Work and OwnKeys of two tiles
+// A Q stage holds one consumer's rows; there are as many as fit beside 640 bytes of rings and Work, for two tiles at most.
+constexpr int kKeyBytes = kNumStages * (KTile::kBytes + VTile::kBytes), kQRoom = 227 * 1024 - 640 - kKeyBytes;
 constexpr int kOutOrQBytes = OutTile::kBytes > QTile::kBytes ? OutTile::kBytes : QTile::kBytes;
-// With Q of two tiles, O takes the place of its tile's Q on its way out; else it is stored from registers.
+// With Q of two tiles, O takes the place of its tile's Q on its way out, by the copy engine; else it is stored from registers.
 constexpr bool kStagesOut = kHeadDimV <= kHeadDim && kQRoom >= 2 * kConsumers * kOutOrQBytes;
 constexpr int kQStageBytes = kStagesOut ? kOutOrQBytes : QTile::kBytes, kQFitting = kQRoom / kQStageBytes;
 constexpr int kQStages = kQFitting < 2 * kConsumers ? kQFitting : 2 * kConsumers;
@@ -46,7 +50,7 @@ constexpr int kKOffset = kQStages * kQStageBytes, kVOffset = kKOffset + kNumStag
 constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
 constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
 constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
-constexpr int kSharedMemory = kWorkOffset + 2 * sizeof(Work);
+constexpr int kOwnOffset = kWorkOffset + 2 * sizeof(Work), kSharedMemory = kOwnOffset + 2 * kConsumers * sizeof(OwnKeys);
 
 // O += P V, V as its tile has it.
 template <class V> DEVICE void issue_values(float (&o_frag)[kOutputs], const u32 (&p_frag)[kScores / kInRegister], OperandOf<V::kPitch> v) {
@@ -65,6 +69,7 @@ struct Shared {
   DEVICE KTile k(int stage) const { return {base + kKOffset + stage * KTile::kBytes}; }
   DEVICE VTile v(int stage) const { return {base + kVOffset + stage * VTile::kBytes}; }
   DEVICE u32 work(int stage) const { return base + kWorkOffset + stage * (u32)sizeof(Work); }
+  DEVICE u32 own(int stage, int consumer) const { return base + kOwnOffset + (stage * kConsumers + consumer) * (u32)sizeof(OwnKeys); }
 };
 
 struct Rings {
@@ -88,7 +93,7 @@ DEVICE Span blocks_of(const BlockKeys& keys) {
 }
 DEVICE BlockKeys keys_of_rows(const Params& p, const Sequence& s, int first, int end) {
   end = smaller(end, s.q_length);
-  if (first >= end) return {{0, 0}, {0, 0}};
+  if (first < 0 || first >= end) return {{0, 0}, {0, 0}};
   const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
   return {{top.begin, bottom.end}, {bottom.begin, top.end}};
 }

@@ -157,29 +157,3 @@ template <class T, int kCount> DEVICE void stage_accumulators(T tile, int row, c
     stmatrix_x4((first ^ k % 4 << 5) + k / 4 * T::kSlabBytes, chunk);
   }
 }
-
-// Rows [row, row + 16) of a tile -> registers of a warp, 16 bytes each: eight lanes have the 64 columns of a slab and a row.
-template <class T, int kCount> DEVICE void load_warp_rows(U32x4 (&chunks)[kCount], T tile, int row) {
-  static_assert(kCount == 4 * T::kSlabs, "four rows a round");
-  row += lane_index() >> 3;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int slab = i / 4, mine = row + i % 4 * 4;
-    chunks[i] = ld_shared<U32x4>(tile.base + slab * T::kSlabBytes + mine * T::kPitch + (((lane_index() ^ mine) & 7) << 4));
-  }
-}
-// And on to global memory: rows below `row_end`, columns below head_dim.
-template <int kCount>
-DEVICE void store_warp_rows(Rows<u16> rows, int row, int row_end, int head_dim, const U32x4 (&chunks)[kCount]) {
-  row += lane_index() >> 3;
-  const int column = (lane_index() & 7) * 8;
-  u16* to = rows.from(row).first + column;
-#pragma unroll
-  for (int round = 0; round < 4; ++round) {
-#pragma unroll
-    for (int slab = 0; slab < kCount / 4; ++slab)
-      if (row < row_end && slab * 64 + column < head_dim) st_global_16((U32x4*)(to + slab * 64), chunks[slab * 4 + round]);
-    row += 4;
-    to += 4 * rows.stride;
-  }
-}

@@ -31,6 +31,8 @@ from .tile_counts import Shapes, splits, takes_maps
 from .workspaces import BiasGradient, PackedMask, Pairs, ValueTiles, like
 
 _MOST_MAPS = 1024
+# Of out that a warp of forward_sm90 stores at once
+_OUT_ROWS = 16
 # The emulator runs the CTAs of a persistent grid one after another; a few are enough to share out tiles.
 _EMULATED_MULTIPROCESSORS = 3
 # The small kernels before (delta) and after (dq from fp32) a backward, by family.
@@ -57,8 +59,8 @@ class Forward:
     """A forward ready to launch for one signature of tensors and one Plan."""
 
     __slots__ = (
-        "after", "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "optional", "plan", "records",
-        "rest", "tma", "varlen",
+        "after", "blocks", "inputs", "kernel", "mask", "new_out", "new_statistics", "optional", "out_maps", "plan",
+        "records", "rest", "tma", "varlen",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, q, k, v, call: Call):
@@ -82,8 +84,9 @@ class Forward:
         self.optional = optional_pointers(call) if call.is_plain() else None
         bare = self.optional is not None and self.records is None
         self.after = self._after_results(self.optional, NO_RECORDS) if bare else None
-        # Maps and addresses of q, k, v by address: torch's allocator hands out the same ones again.
-        self.inputs: dict[tuple, bytes] = {}
+        # Maps and addresses of q, k, v, and the map of out, by address: torch's allocator hands out the same ones again.
+        self.inputs: dict[tuple, tuple[bytes, bytes]] = {}
+        self.out_maps: dict[int, bytes] = {}
         if self.tma:  # persistent: one CTA per multiprocessor takes tiles from a counter
             self.blocks = min(self.blocks, plan.device.multiprocessors or _EMULATED_MULTIPROCESSORS)
 
@@ -101,15 +104,18 @@ class Forward:
             if copies := _copies(copied, (q, k, v)):
                 out, logsumexp, _ = Forward(self.plan, *copied, call).run(*copied, call, statistics)
                 return out, logsumexp, copies
-            maps = _maps(self.plan.config, q, k, v, None, None, None) if self.tma else b""
-            inputs = _keep(self.inputs, addresses, maps + INPUTS.pack(*addresses))
+            maps, pointers = b"", INPUTS.pack(*addresses)
+            if self.tma:
+                maps, pointers = _maps(self.plan.config, q, k, v, None), tensor_maps.NONE + pointers
+            inputs = _keep(self.inputs, addresses, (maps, pointers))
         out = torch.empty_like(self.new_out)
         logsumexp = torch.empty_like(self.new_statistics) if statistics else None
         if self.varlen:  # rows of no sequence are nobody's to write
             out.zero_()
             if statistics:
                 _fill_empty(logsumexp, call)
-        results = RESULTS.pack(out.data_ptr(), logsumexp.data_ptr() if statistics else 0)
+        out_address = out.data_ptr()
+        results = RESULTS.pack(out_address, logsumexp.data_ptr() if statistics else 0)
         bits = flags = room = counters = None
         after, address = self.after, b""
         if after is None:
@@ -120,9 +126,14 @@ class Forward:
                 room, records = self.records.workspace()
             optional = self.optional or optional_pointers(call, mask_bits=bits, mask_flags=flags)
             after = self._after_results(optional, records)
+        maps, pointers = inputs
         if self.tma:
             counters, address = _tile_counters(self.plan.device)
-        argument = b"".join((inputs, results, after, address))
+            out_map = self.out_maps.get(out_address)
+            if out_map is None:
+                out_map = _keep(self.out_maps, out_address, tensor_maps.encode(out, _OUT_ROWS, self.varlen))
+            maps += out_map
+        argument = b"".join((maps, pointers, results, after, address))
         tensors = (q, k, v, out, logsumexp, bits, flags, room, counters)
         if self.mask is not None:
             self.mask.kernel.launch(self.mask.tiles, argument, tensors, call)
@@ -262,16 +273,16 @@ class Backward:
         return dq, dk, dv, dbias, dsinks, 0
 
 
-def _maps(config: Config, q, k, v, dout, ragged_q: bool | None, ragged_k: bool | None) -> bytes:
-    """The tensor maps at the head of struct ParamsSm90; `out` is stored without one."""
+def _maps(config: Config, q, k, v, dout, ragged_q: bool | None = None, ragged_k: bool | None = None) -> bytes:
+    """Of struct ParamsSm90: the maps of q, k and v for a forward, which puts that of its out behind them at each call; with
+    dout all of them."""
     m, n = config.block_m, config.block_n
     q_rows = 64 if config.kernel == "forward_sm90" else m  # of one warpgroup
     return b"".join((
         tensor_maps.encode(q, q_rows, ragged_q),
         tensor_maps.encode(k, n, ragged_k),
         tensor_maps.NONE if planning.takes_value_tiles(config) else tensor_maps.encode(v, n, ragged_k),
-        tensor_maps.NONE,
-        tensor_maps.NONE if dout is None else tensor_maps.encode(dout, m, ragged_q),
+        *(() if dout is None else (tensor_maps.NONE, tensor_maps.encode(dout, m, ragged_q))),
     ))  # fmt: skip
 
 

@@ -485,12 +485,12 @@ def shared_memory(config: Config) -> int:
     if config.kernel == "forward_sm90":
         q, out = 128 * 64 * slabs, 128 * 64 * -(-dv // 64)
         keys = stages * n * (128 * slabs + (dv if takes_value_tiles(config) else 128 * slabs_v))
-        room, two_tiles = 227 * 1024 - 512 - keys, 2 * (m // 64)
+        room, two_tiles = 227 * 1024 - 640 - keys, 2 * (m // 64)
         if dv <= d and two_tiles * max(q, out) <= room:  # out is stored from there
             q = max(q, out)
         q_stages = min(two_tiles, room // q)
         rings = 16 * q_stages + 2 * 16 * stages + 32
-        return q_stages * q + keys + -(-rings // 64) * 64 + 2 * 64
+        return q_stages * q + keys + -(-rings // 64) * 64 + 2 * (64 + 16 * (m // 64))
     if config.kernel in ("backward_sm90", "backward_wide_sm90"):
         tiles = 2 * 2 * 64 * slabs * (n + stages * m) + 2 * stages * n * m
         statistics_and_barriers = 2 * stages * 4 * m + 1024
