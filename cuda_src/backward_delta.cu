@@ -1,5 +1,5 @@
-// Before the backward: delta = rowsum(dout * out) - dlogsumexp, dq_accum = 0, and key_hulls where there are key_ranges.
-// Assumes what the forward assumes. Stores delta for the rows of every sequence, and zeroes of dq_accum the blocks that hold any.
+// Before the backward: delta = rowsum(dout * out) - dlogsumexp, dq_accum = 0, dq_turns = 0, and key_hulls where there are key_ranges.
+// Assumes what the forward assumes. Stores delta for the rows of every sequence, and of the others the blocks that hold any.
 // Grid: m_blocks * num_heads_q * batch, the heads of a block next to each other, kNumWarps warps, kBlockM rows a CTA.
 #include "seqlen.cuh"
 #include "tile.cuh"
@@ -78,10 +78,11 @@ KERNEL(kThreads, 1) attention_backward_delta(GRID_CONSTANT Params p) {
         }
       }
     if (pass == 0) {
-      float* dq_accum = p.dq_accum + query_block_offset(p, sequence, position.head, position.block) * (kBlockM * kHeadDim);
+      const i64 block = query_block_offset(p, sequence, position.head, position.block);
+      if (p.dq_turns && thread_index() == 0) st_global(p.dq_turns + block, 0);
 #pragma unroll 8
       for (int i = thread_index() * 4; i < kBlockM * kHeadDim; i += kThreads * 4)
-        st_global((F32x4*)(dq_accum + i), F32x4{0.f, 0.f, 0.f, 0.f});
+        st_global((F32x4*)(p.dq_accum + block * (kBlockM * kHeadDim) + i), F32x4{0.f, 0.f, 0.f, 0.f});
     }
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {

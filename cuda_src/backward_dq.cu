@@ -1,7 +1,6 @@
 // After the backward: dq = softmax_scale * dq_accum, from fp32 in fragment order to rows of elements.
 // Assumes dq_accum complete. Stores dq for the rows of every sequence.
-// Grid: m_blocks * num_heads_q * batch, the heads of a block next to each other and the last block first, for what the backward added last
-// is still in L2; kNumWarps warps, kBlockM rows a CTA.
+// Grid: m_blocks * num_heads_q * batch, the heads of a block next to each other, kNumWarps warps, kBlockM rows a CTA.
 #include "seqlen.cuh"
 #include "tile.cuh"
 
@@ -15,8 +14,7 @@ constexpr int kTogether = most_together(8);
 static_assert(kRounds * kNumWarps * 16 == kBlockM * kColumnFrags, "whole rounds");
 
 KERNEL(kThreads, 1) attention_backward_dq(GRID_CONSTANT Params p) {
-  const u32 last = (u32)p.m_blocks * p.num_heads_q * p.batch - 1;
-  const Position position = heads_together(last - block_index(), p.m_blocks, p.num_heads_q);
+  const Position position = heads_together(block_index(), p.m_blocks, p.num_heads_q);
   const Sequence sequence = sequence_of(p, position.batch);
   const int first = position.block * kBlockM;
   if (first >= sequence.q_length) return;
