@@ -16,7 +16,8 @@ template <bool kPaired> struct Products {
   const Sequence& sequence;
   const u32 smem;
   const int key_warp, warp_d;  // this warp's first key, and its share of the columns of dK and dV
-  const u8 *const k_record, *const v_record;
+  const u8* const k_record;
+  const u8* const v_record;
   const Window16<KTile> k_rows;
   const Window16<VTile> v_rows;
   const PairWindow<KPair::Half> k_pair_rows;

@@ -7,15 +7,7 @@
 // Where dK and dV of 16 keys do not fit a warp's registers (kSplit = 2), two warps share the keys: each computes half of the
 // queries' columns of S^T, P^T goes through shared memory too, and each keeps half of the columns of dK and dV.
 #include "backward_products.cuh"
-#include "dropout.cuh"
-#include "mask_tiles.cuh"
-
-// The threads that pass turns and wait for them, of two warps: either holds its warp up (4.75 ms where one warp did both in 4.93).
-constexpr int kPassing = 0, kAwaiting = kThreads - 1;
-
-struct QueryBlock {
-  int head, m_block;  // head within the group
-};
+#include "query_blocks.cuh"
 
 // With bounds the first key blocks first, which causally are the longest, over as many heads as keep what they read and add to at a
 // time in L2.
@@ -32,141 +24,45 @@ __device__ __noinline__ void backward_in_parts(const Params& p) { backward<false
 
 template <bool kPaired> DEVICE void backward(const Params& p) {
   const Position position = position_in_order(p);
-  const int n_block = position.block, first_key = n_block * kBlockN, group = p.num_heads_q / p.num_heads_kv;
+  const int first_key = position.block * kBlockN, group = p.num_heads_q / p.num_heads_kv;
   const Sequence sequence = sequence_of(p, position.batch);
   if (first_key >= sequence.k_rows) return;
-  const Span m_blocks = query_blocks_of(sequence, n_block);
+  QueryBlocks blocks(p, sequence, position, group);
 
   const u32 smem = shared_base();
-  // This thread's first element of S^T, within the tile
-  const int key_warp = first_key_of_warp(), key_lane = KeysDown::row();
+  // Of S^T this warp's and this thread's first element, within the tile
+  const int key_warp = first_key_of_warp(), key_lane = KeysDown::row(), j_first = first_key + key_lane;
   const int query_warp = first_query_of_warp(), query_lane = KeysDown::column();
-  const int j_first = first_key + key_lane;
 
   // ---- query blocks, one after the other ----
 
-  Products<kPaired> products(p, sequence, position.head, n_block, smem);
+  Products<kPaired> products(p, sequence, position.head, position.block, smem);
   if constexpr (kPaired) {
-    if (products.out_of_range(position.head * group, group, m_blocks)) return backward_in_parts(p);
+    if (products.out_of_range(position.head * group, group, blocks.m_blocks)) return backward_in_parts(p);
   }
-  const auto load_queries = [&](QueryBlock b, int stage) { products.load_queries(position.head * group + b.head, b.m_block, stage); };
-  // logsumexp in base 2 and delta of row thread_index(), on their way to shared memory. +inf where a row sees nothing or is
-  // none: exp2(S - inf) = 0.
-  float row_logsumexp = 0.f, row_delta = 0.f;
-  Span row_keys = {0, 0};
-  const auto fetch_statistics = [&](QueryBlock b) {
-    const int i = b.m_block * kBlockM + thread_index();
-    row_logsumexp = -negative_infinity(), row_delta = 0.f, row_keys = {0, 0};
-    if (thread_index() < kBlockM && i < sequence.q_length) {
-      const i64 at = statistics_offset(p, sequence, position.head * group + b.head) + i;
-      const float logsumexp = ld_global(p.logsumexp + at);
-      if (logsumexp != negative_infinity()) row_logsumexp = logsumexp * kLog2e;
-      row_delta = ld_global(p.delta + at);
-      if constexpr (kHasDropout) row_logsumexp -= log2_approx(keep_factor(p)), row_delta *= 1.f - p.dropout_p;
-      if constexpr (kHasKeyRanges) row_keys = keys_of(p, sequence, i);
-    }
-  };
-  const auto put_statistics = [&] {
-    if (thread_index() < kBlockM) {
-      st_shared(smem + kLogsumexpOffset + thread_index() * 4, row_logsumexp);
-      st_shared(smem + kDeltaOffset + thread_index() * 4, row_delta);
-      if constexpr (kHasKeyRanges) st_shared(smem + kRangesOffset + thread_index() * 8, U32x2{(u32)row_keys.begin, (u32)row_keys.end});
-    }
-  };
-
-  // Deterministic: key blocks add to a query block in rising order, each when the ones before it are through. No deadlock:
-  // a CTA waits only for CTAs of lower index, which started earlier and never wait for it.
-  const auto turn_of = [&](QueryBlock b) {
-    return p.dq_turns + query_block_offset(p, sequence, position.head * group + b.head, b.m_block);
-  };
-  const auto await_turn = [&](QueryBlock b) {
-    if (thread_index() == kAwaiting)
-      while (ld_acquire_global(turn_of(b)) != n_block - first_key_block_of(sequence, b.m_block)) {}
-  };
-  const auto pass_turn = [&](QueryBlock b, int thread = kPassing) {
-    if (thread_index() == thread) red_release_add_global(turn_of(b), 1);
-  };
-
-  // The first query block from b on that sees anything here. `masked`: whether some row of it does not see every key.
+  const auto load_queries = [&](QueryBlock b, int stage) { products.load_queries(blocks.head_of(b), b.m_block, stage); };
+  QueryRow row;
   TileBits<KeysDown> mask_bits, next_mask_bits;
-  MaskTiles<KeysDown> mask_tiles;
-  int mask_head = -1;  // whose tiles they are
-  bool next_masked = false, next_bounded = false;  // bounded: not by the boolean mask alone
-  const auto find_block = [&](QueryBlock b) {
-    for (; b.head < group; ++b.m_block) {
-      if (b.m_block >= m_blocks.end) b.m_block = m_blocks.begin, ++b.head;
-      if (b.head == group || m_blocks.begin >= m_blocks.end) { b.head = group; break; }
-      const int first = b.m_block * kBlockM, last = smaller(first + kBlockM, sequence.q_length) - 1;
-      bool visible = true;
-      const Span top = window_of(sequence, first), bottom = window_of(sequence, last);
-      next_masked = bottom.begin > first_key || top.end < first_key + kBlockN;
-      if constexpr (kHasKeyRanges) {
-        const U32x4 hull = ld_global((const U32x4*)p.key_hulls + ((i64)position.batch * p.m_blocks + b.m_block));
-        const Span any = {(int)hull.x, (int)hull.y}, all = {(int)hull.z, (int)hull.w};
-        visible = larger(any.begin, first_key) < smaller(any.end, first_key + kBlockN);
-        next_masked = next_masked || all.begin > first_key || all.end < first_key + kBlockN;
-      }
-      if constexpr (kHasMask) {
-        if (mask_head != b.head) mask_tiles.open(p, position.batch, position.head * group + (mask_head = b.head), n_block);
-        mask_tiles.look(p, b.m_block);
-        visible = visible && mask_tiles.sees(b.m_block);
-        next_bounded = next_masked;
-        next_masked = next_bounded || mask_tiles.hides(b.m_block);
-      }
-      if (visible) break;
-      if constexpr (kDeterministic) {
-        await_turn(b);
-        pass_turn(b, kAwaiting);
-      }
-    }
-    return b;
-  };
-
-  const auto fetch_mask = [&](QueryBlock b) {
-    if (mask_tiles.hides(b.m_block)) mask_tiles.load(next_mask_bits, p, b.m_block);
-    else next_mask_bits.fill(~0u);
-  };
-  // What a row does not see by window, lengths and key_ranges is taken out of the mask.
-  const auto hide_unseen = [&](TileBits<KeysDown>& bits, QueryBlock b) {
-#pragma unroll
-    for (int n = 0; n < kQueryFrags; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = query_lane + n * 8 + e, i = b.m_block * kBlockM + column;
-        Span keys = {0, kNever};
-        if constexpr (kHasKeyRanges) {
-          const U32x2 range = ld_shared<U32x2>(smem + kRangesOffset + column * 8);
-          keys = {(int)range.x, (int)range.y};
-        }
-#pragma unroll
-        for (int m = 0; m < kKeyFrags; ++m)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int j = j_first + m * 16 + half * 8;
-            if (!(kHasKeyRanges ? keys.holds(j) : queries_of(sequence, j).holds(i))) bits.hide(m, half, n, e);
-          }
-      }
-  };
   // The whole tile at once, as soon as all have read the one before.
   const BiasTile bias_smem = {smem + kBiasOffset};
   const auto load_next_bias = [&](QueryBlock b) {
-    const Bias bias = bias_of(p, sequence, position.head * group + b.head);
+    const Bias bias = bias_of(p, sequence, blocks.head_of(b));
     load_bias<kBlockM, kThreads>(bias_smem, bias, sequence, b.m_block * kBlockM, first_key, 0, thread_index());
   };
 
   float dk_frag[kKeyFrags][kDkFrags][4], dv_frag[kKeyFrags][kDvFrags][4];  // [keys of the warp, head_dim / kSplit]
   clear(dk_frag);
   clear(dv_frag);
-  QueryBlock block = find_block({0, m_blocks.begin}), before = block;
-  if (block.head < group) {
+  QueryBlock block = blocks.find({0, blocks.m_blocks.begin}), before = block;
+  if (blocks.contains(block)) {
     products.load_keys(position.head, first_key);
-    products.fetch_exponents(position.head * group + block.head, block.m_block);
+    products.fetch_exponents(blocks.head_of(block), block.m_block);
     load_queries(block, 0);
     if constexpr (kHasBias) load_next_bias(block);
     cp_async_commit();
-    if constexpr (kHasMask) fetch_mask(block);
-    fetch_statistics(block);
-    put_statistics();
+    if constexpr (kHasMask) blocks.fetch_mask(next_mask_bits, block);
+    row.fetch(p, sequence, blocks.head_of(block), block.m_block);
+    row.put(smem);
   }
 
   // Where NaN or Inf is taken out of K, V becomes NaN: then dP and dS are NaN in the rows that see such a key, and so are their dQ and
@@ -184,7 +80,7 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
   };
   bool looked = false, found = false;
   if constexpr (kLooks && !kLooksLater) {
-    if (block.head < group) {
+    if (blocks.contains(block)) {
       cp_async_wait<0>();
       sync_block();  // K and V are there for all
       take_out();
@@ -193,33 +89,33 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
 
   int stage = 0;
   bool first_round = true;
-  while (block.head < group) {
+  while (blocks.contains(block)) {
     cp_async_wait<0>();
     sync_block();  // Q, dO and statistics are there for all; nobody reads the other stage or dS^T, all of dQ before is added
     if constexpr (kDeterministic) {
-      if (!first_round) pass_turn(before);
+      if (!first_round) blocks.pass_turn(before);
     }
     products.take_exponents();
     first_round = false;
-    bool masked = next_masked;
+    bool masked = blocks.masked;
     if constexpr (kHasWindow && !kHasKeyRanges && !kHasMask) {
       const BlockKeys keys = keys_of_rows(sequence, block.m_block * kBlockM, kBlockM);
       masked = keys.need_mask({first_key + key_warp, first_key + key_warp + 16 * kKeyFrags});
     }
     if constexpr (kHasMask) {
       mask_bits = next_mask_bits;
-      if (next_bounded) hide_unseen(mask_bits, block);
+      if (blocks.bounded) blocks.hide_unseen(mask_bits, block, smem);
     }
-    const QueryBlock next = find_block({block.head, block.m_block + 1});
-    if (next.head < group) {
-      if constexpr (kHasMask) fetch_mask(next);
+    const QueryBlock next = blocks.find({block.head, block.m_block + 1});
+    if (blocks.contains(next)) {
+      if constexpr (kHasMask) blocks.fetch_mask(next_mask_bits, next);
       if constexpr (kNumStages == 2) load_queries(next, stage ^ 1);
-      fetch_statistics(next);
-      products.fetch_exponents(position.head * group + next.head, next.m_block);
+      row.fetch(p, sequence, blocks.head_of(next), next.m_block);
+      products.fetch_exponents(blocks.head_of(next), next.m_block);
     }
     cp_async_commit();
 
-    const int head = position.head * group + block.head;
+    const int head = blocks.head_of(block);
     const Scores scores = scores_of(p, sequence, head);
     const Dropout dropout = dropout_of(p, position.batch, head);
     // One part of the queries after the other; straight-line code, so that one part's exp2 can run beside another's products
@@ -248,21 +144,21 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
         }
 
         float* dbias = nullptr;
-        if (kHasBias && p.dbias_accum) dbias = bias_gradient_tile(p, position.batch, head, n_block, block.m_block);
+        if (kHasBias && p.dbias_accum) dbias = bias_gradient_tile(p, position.batch, head, position.block, block.m_block);
         BiasColumns<kKeyFrags> bias;
 
         // P = exp2(S - logsumexp), dS = P (dP - delta)
         ColumnDraws<kKeyFrags> draws;
 #pragma unroll
         for (int n = 0; n < kPartFrags; ++n) {
-          const F32x2 logsumexp = ld_shared<F32x2>(smem + kLogsumexpOffset + (column + n * 8) * 4);
-          const F32x2 delta = ld_shared<F32x2>(smem + kDeltaOffset + (column + n * 8) * 4);
+          const F32x2 logsumexp = logsumexp_of_rows(smem, column + n * 8);
+          const F32x2 delta = delta_of_rows(smem, column + n * 8);
           const int row_group = (query_warp >> 3) + part + n;  // of 8 queries
           if constexpr (kHasDropout) {
             if (n == 0 || (part + n) % 4 == 0) draws.draw(dropout, i_first + n * 8, j_first);
           }
           U32x4 ranges = {};
-          if constexpr (mask.kOn && kHasKeyRanges && !kHasMask) ranges = ld_shared<U32x4>(smem + kRangesOffset + (column + n * 8) * 8);
+          if constexpr (mask.kOn && kHasKeyRanges && !kHasMask) ranges = ranges_of_rows(smem, column + n * 8);
           if constexpr (kHasBias) {
             if (n % 2 == 0) bias.load(bias_smem, query_warp + (part + n) * 8, key_warp);
           }
@@ -315,23 +211,23 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     if constexpr (kSplit > 1) {
       sync_block();  // P^T and dS^T are complete
       if constexpr (kHasBias) {
-        if (next.head < group) load_next_bias(next);
+        if (blocks.contains(next)) load_next_bias(next);
         cp_async_commit();
       }
       products.add_shared(dv_frag, dk_frag, stage);
     }
-    if constexpr (kDeterministic) await_turn(block);
+    if constexpr (kDeterministic) blocks.await_turn(block);
     // dS^T is complete, Q, dO and statistics are free; deterministic: our turn has come, for all threads
     if (!kLooksLater || !masked) sync_block();
     else if (sync_block_or(found)) take_out(), found = false;
 
     if constexpr (kHasBias && kSplit == 1) {
-      if (next.head < group) load_next_bias(next);
+      if (blocks.contains(next)) load_next_bias(next);
       cp_async_commit();
     }
-    if (next.head < group) {
+    if (blocks.contains(next)) {
       if constexpr (kNumStages == 1) load_queries(next, 0), cp_async_commit();
-      put_statistics();
+      row.put(smem);
     }
 
     // dQ += dS K
@@ -364,7 +260,7 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
 
   sync_block();  // nobody reads K and V any more, all of dQ is added
   if constexpr (kDeterministic) {
-    if (!first_round) pass_turn(before);
+    if (!first_round) blocks.pass_turn(before);
   }
   if constexpr (kLooks) {
     if (non_finite != 0) {
