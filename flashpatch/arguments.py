@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
+from collections.abc import Hashable
 
 import torch
 
@@ -12,16 +13,16 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.f
 
 
 def check(
-    q, k, v, *, causal, softmax_scale, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, cu_seqlens_q,
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline, descales=None,
+    q, k, v, *, causal, softmax_scale, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, deterministic,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline, descales=None,
 ) -> list[str]:  # fmt: skip
     """Everything wrong with one call's arguments, each with its value and what is allowed; empty when nothing is."""
     problems: list[str] = []
     descales = descales or {}
-    _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, on_decline)
+    _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, deterministic, on_decline)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length is not None and (not isinstance(length, _INTEGERS) or isinstance(length, bool)):
-            problems.append(f"{name} is {_value(length)}; an int is needed")
+        if length is not None and not (_is_integer(length) and length >= 0):
+            problems.append(f"{name} is {_value(length)}; an int is needed, 0 or more")
     for name, tensor in (
         ("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask), ("key_ranges", key_ranges),
         ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("cu_seqlens_q", cu_seqlens_q),
@@ -72,9 +73,23 @@ _NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 _INTEGERS = (numbers.Integral, torch.SymInt)
 
 
-def _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, on_decline) -> None:
-    if not isinstance(causal, (bool, torch.SymBool)) and causal not in (0, 1):
-        problems.append(f"causal is {_value(causal)}; True or False is needed")
+def _is_integer(value) -> bool:
+    return isinstance(value, _INTEGERS) and not isinstance(value, bool)
+
+
+def _is_truth(value) -> bool:
+    """True, False or what equals them, as NumPy's and 0 and 1 do. Not a tensor, whose value is not to be waited for."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return True
+    return isinstance(value, Hashable) and not isinstance(value, torch.Tensor) and value in (0, 1)
+
+
+def _check_scalars(
+    problems, causal, softmax_scale, window_size, softcap, dropout_p, deterministic, on_decline
+) -> None:  # fmt: skip
+    for name, value in (("causal", causal), ("deterministic", deterministic)):
+        if not _is_truth(value):
+            problems.append(f"{name} is {_value(value)}; True or False is needed")
     if softmax_scale is not None and not (isinstance(softmax_scale, _NUMBERS) and math.isfinite(softmax_scale)):
         problems.append(f"softmax_scale is {_value(softmax_scale)}; it must be finite, or None for head_dim ** -0.5")
     if not (isinstance(dropout_p, _NUMBERS) and 0.0 <= dropout_p < 1.0):
@@ -93,7 +108,7 @@ def _is_window(window_size) -> bool:
     return (
         isinstance(window_size, (tuple, list))
         and len(window_size) == 2
-        and all(isinstance(reach, _INTEGERS) and reach >= -1 for reach in window_size)
+        and all(_is_integer(reach) and reach >= -1 for reach in window_size)
     )
 
 

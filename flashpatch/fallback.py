@@ -91,7 +91,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
         out, logsumexp = forward(*_dequantised(q, k, v, call), call)
         return out.to(out_dtype(q.dtype)), logsumexp
     work = _Work(q, k, v, call)
-    contain = work.masked and not work.known_finite(k, v)
+    contain = work.masked and not work.known_finite(v)
     keep_scale = work.keep_scale
     for m0, m1 in work.row_tiles():
         q_tile = work.rows(work.q, m0, m1).mul_(call.softmax_scale)
@@ -174,10 +174,13 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
         dq_tile = None
         for n0, n1 in work.key_tiles(m0, m1):
             k_tile, v_tile = work.keys(work.k, n0, n1), work.keys(work.v, n0, n1)
+            k_of_scores = k_tile
             if contain:
-                # The forward gave a NaN logsumexp to every row that sees a key that is not finite: p is NaN there already.
+                # dS K of a row that sees a key that is not finite is NaN, even where P is 0. Of V the forward has seen to it:
+                # such rows have a NaN logsumexp, and P is NaN.
+                k_of_scores = torch.nan_to_num(k_tile, math.nan, math.nan, math.nan)
                 k_tile, v_tile = _zero_nonfinite(k_tile), _zero_nonfinite(v_tile)
-            scores, hidden, tanh = work.scores(q_tile, k_tile, m0, m1, n0, n1)
+            scores, hidden, tanh = work.scores(q_tile, k_of_scores, m0, m1, n0, n1)
             p = scores.sub_(row_lse).exp_()
             if hidden is not None:
                 # exp(-inf - NaN) is NaN: what a row does not see must be 0 in a row of NaN too, or keys nobody saw get NaN.
@@ -220,7 +223,7 @@ def _dequantised(q, k, v, call: Call):
     def scaled(tensor, descale, starts, group):
         if descale is None or descale.numel() == 0:
             return tensor.float()
-        descale = descale.repeat_interleave(group, 1) if group > 1 else descale
+        descale = descale.repeat_interleave(group, 1) if group != 1 else descale
         if starts is None:
             return tensor.float() * descale[:, None, :, None]
         rows = torch.arange(tensor.shape[0], device=tensor.device)
@@ -591,11 +594,12 @@ def _zero_nonfinite(x):
 
 
 def _poison_keys(k_tile, v_tile):
-    """Keys whose K or V is not finite give NaN scores: NaN for the rows that see them, and nothing for the others.
+    """Keys whose V is not finite give NaN scores: NaN in all columns for the rows that see them, and nothing for the others.
 
-    Without this, 0 * NaN in the product with V would reach rows that do not see the key.
+    Without this, 0 * NaN in the product with V would reach rows that do not see the key. One column alone, as in eager
+    attention, would take another product of that size.
     """
-    broken = ~(k_tile.isfinite().all(-1, keepdim=True) & v_tile.isfinite().all(-1, keepdim=True))
+    broken = ~v_tile.isfinite().all(-1, keepdim=True)
     return k_tile.masked_fill(broken, math.nan), _zero_nonfinite(v_tile)
 
 

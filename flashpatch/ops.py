@@ -304,6 +304,8 @@ torch.library.register_fake("flashpatch::attention_backward", _fake_backward, li
 
 # ---- the public call ----
 
+_must_be_deterministic = torch._C._get_deterministic_algorithms
+
 
 def attention(
     q: torch.Tensor,
@@ -374,19 +376,21 @@ def attention(
     key = None
     if (
         bias is None and mask is None and key_ranges is None and alibi_slopes is None and sinks is None
-        and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None and dropout_p == 0.0
+        and cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None
+        and (dropout_p.__class__ is float or dropout_p.__class__ is int) and dropout_p == 0
         and q_descale is None and k_descale is None and v_descale is None
         and max_seqlen_q is None and max_seqlen_k is None and _is_untraced()
     ):  # fmt: skip
         try:
-            options = (
-                causal, softmax_scale, tuple(window_size), softcap,
-                deterministic or torch._C._get_deterministic_algorithms(), on_decline,
+            left, right = window_size
+            options = (  # classes too: 2 == 2.0 == Decimal(2), and `check` may refuse one where it takes the other
+                causal, softmax_scale, softmax_scale.__class__, left, left.__class__, right, right.__class__,
+                window_size.__class__, softcap, softcap.__class__, deterministic or _must_be_deterministic(), on_decline,
             )  # fmt: skip
             known = _latest.get(options, _NOTHING)
             if not (known.alike(q, k, v) and (known.tf32 is None or known.tf32 == execution.takes_tf32(torch.float32))):
                 key, known = _find(q, k, v, options)
-        except (AttributeError, TypeError):  # what `check` will refuse
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # what `check` will refuse
             known = None
         if known is not None:
             call, strict = known.call, on_decline == "error"
@@ -396,7 +400,7 @@ def attention(
             return (out, logsumexp) if return_logsumexp else out
     problems = check(
         q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, bias=bias, mask=mask, key_ranges=key_ranges,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, deterministic=deterministic, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k,
         descales={"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, on_decline=on_decline,
     )  # fmt: skip
@@ -405,9 +409,9 @@ def attention(
     left, right = window_size
     call = Call(
         q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        q.shape[-3] if max_seqlen_q is None else max_seqlen_q,
-        k.shape[-3] if max_seqlen_k is None else max_seqlen_k,
-        left, 0 if causal else right, float(softcap), float(dropout_p), deterministic,
+        q.shape[-3] if max_seqlen_q is None else _integer(max_seqlen_q),
+        k.shape[-3] if max_seqlen_k is None else _integer(max_seqlen_k),
+        _integer(left), 0 if causal else _integer(right), float(softcap), float(dropout_p), bool(deterministic),
         _four_dimensional(bias), _four_dimensional(mask), key_ranges, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k,
         seqused_k, None, q_descale, k_descale, v_descale,
     )  # fmt: skip
@@ -536,6 +540,11 @@ def _common_dtype(q, k, v):
         return q, k, v
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _integer(value):
+    """NumPy's integers and their like as Python's; one that a tracer keeps open stays it."""
+    return value if isinstance(value, (int, torch.SymInt)) else int(value)
 
 
 def _four_dimensional(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -305,6 +305,13 @@ def _plain(name: str) -> str:
 def resolve(problem: Problem, device: Device, kernels: Collection[str] | None = None) -> Plan | Decline:
     """The kernel that runs `problem` on `device`, or every reason why none does; `kernels` limits the choice."""
     matrix = support()
+    answer = _plan(problem, device, kernels, matrix)
+    if isinstance(answer, Plan):
+        return answer
+    return Decline(problem, answer, _nearest(problem, device, matrix))
+
+
+def _plan(problem: Problem, device: Device, kernels, matrix: Matrix) -> Plan | tuple[Reason, ...]:
     reasons, buckets = _head_dim_reasons(problem, matrix)
     if not reasons:
         wanted = sorted(problem.features | {"plain"})
@@ -332,7 +339,7 @@ def resolve(problem: Problem, device: Device, kernels: Collection[str] | None = 
                     )
                 reasons = [_shared_memory_reason(problem, device)]
         reasons = reasons or _feature_reasons(problem, device, wanted, max(buckets), matrix)
-    return Decline(problem, tuple(dict.fromkeys(reasons)), _nearest(problem, device, matrix))
+    return tuple(dict.fromkeys(reasons))
 
 
 def stand_in_note(kernel: str, device: Device) -> str:
@@ -393,16 +400,29 @@ def _code(matrix: Matrix, key: tuple) -> str:
 
 def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
     """The closest request that does run on a kernel here, in words; empty where there is none."""
-    supported = matrix.supported.get((device.generation, problem.direction), {})
-    dtypes = sorted(dtype for dtype, features in supported.items() if "plain" in features)
-    if not dtypes:
-        return ""
-    dtype = problem.dtype if problem.dtype in dtypes else ("bfloat16" if "bfloat16" in dtypes else dtypes[0])
-    largest, step = max(supported[dtype]["plain"]), head_dim_step(dtype)
-    padded = -(-max(problem.head_dim, problem.head_dim_v) // step) * step
-    head_dim = padded if 0 < padded <= largest else largest
-    features = [feature for feature in sorted(problem.features) if feature in supported[dtype]]
-    return f"{dtype}, head_dim {head_dim}" + (f", {' + '.join(features)}" if features else "")
+    dtypes = matrix.supported.get((device.generation, problem.direction), {})
+    for dtype in (name for name in (problem.dtype, "bfloat16", "float16") if name in dtypes):
+        for head_dim, head_dim_v in _nearest_head_dims(problem, dtype, matrix):
+            runs = replace(problem, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, features=frozenset())
+            if not isinstance(_plan(runs, device, None, matrix), Plan):
+                continue
+            for feature in sorted(problem.features - ({"unequal_head_dims"} if head_dim == head_dim_v else set())):
+                more = replace(runs, features=runs.features | {feature})
+                if isinstance(_plan(more, device, None, matrix), Plan):
+                    runs = more
+            sizes = f"head_dim {head_dim}" + (f", head_dim_v {head_dim_v}" if head_dim_v != head_dim else "")
+            return ", ".join(filter(None, (dtype, sizes, " + ".join(sorted(runs.features)))))
+    return ""
+
+
+def _nearest_head_dims(problem: Problem, dtype: str, matrix: Matrix) -> Iterator[tuple[int, int]]:
+    """Head dims of q and v to try: as asked, rounded up; those of one size, first the next larger, then the largest."""
+    step = head_dim_step(dtype)
+    asked = tuple(max(1, -(-size // step)) * step for size in (problem.head_dim, problem.head_dim_v))
+    yield asked
+    above = [matrix.head_dims[0], *(bucket + step for bucket in matrix.head_dims[:-1])]
+    for size in (max(asked), *(size for size in above if size > max(asked)), *reversed(matrix.head_dims)):
+        yield size, size
 
 
 def _shared_memory_reason(problem: Problem, device: Device) -> Reason:

@@ -117,6 +117,20 @@ def test_models_and_feature_costs_have_none(command):
 # ---- computed ----
 
 
+@pytest.mark.parametrize("size", ["batch", "seqlen_q", "seqlen_k", "heads"])
+def test_nothing_times_factors_is_nothing(size):
+    q, k, v = qkv(**{size: 0})
+    factors = descales(batch=k.shape[0])
+    out = flashpatch.attention(q, k, v, **factors, causal=True, on_decline="fallback")
+    assert out.shape == q.shape and out.dtype == torch.bfloat16 and not out.any()
+    starts = {name: torch.arange(k.shape[0] + 1, dtype=torch.int32) * t.shape[1] for name, t in (("q", q), ("k", k))}
+    packed = flashpatch.attention(
+        *(tensor.flatten(0, 1) for tensor in (q, k, v)), **factors, cu_seqlens_q=starts["q"], cu_seqlens_k=starts["k"],
+        max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], on_decline="fallback",
+    )  # fmt: skip
+    assert packed.shape == q.flatten(0, 1).shape and not packed.any()
+
+
 @pytest.mark.parametrize(
     "keywords",
     [

@@ -16,7 +16,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashpatch
-from flashpatch import cases, counting, emulator, kernel_sets, launcher, planning, reference, tile_counts, verification
+from flashpatch import (
+    cases,
+    counting,
+    emulator,
+    kernel_launch,
+    kernel_sets,
+    launcher,
+    planning,
+    reference,
+    tile_counts,
+    verification,
+)
 from flashpatch.call import Call
 from flashpatch.problem import Plan, Problem
 
@@ -130,6 +141,24 @@ def test_the_default_run_reaches_every_kernel_and_feature():
     assert own <= {(kernel, head_dim) for kernel, _, _, head_dim, _ in cells}
     assert {generation for _, generation, *_ in cells} == {device.generation for device in DEVICES}
     assert len({config for claim in QUICK for config in builds(*claim)}) <= MOST_BUILDS
+
+
+@pytest.mark.parametrize("generation", ["ampere", "hopper"])
+@pytest.mark.parametrize("batch, heads", [(2, 0), (0, 2)], ids=["no query heads", "no sequences"])
+@pytest.mark.parametrize("feature", ["plain", "mask"])
+def test_nothing_is_launched_where_nothing_asks(monkeypatch, generation, batch, heads, feature):
+    """Kernels divide by the query heads of a key head, and a mask of no sequences has no memory to be read."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    monkeypatch.setenv("FLASHPATCH_GENERATION", generation)
+    monkeypatch.setattr(kernel_launch, "launched", Counter())
+    q = torch.randn(batch, 3, heads, 64, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(batch, 4, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    mask = torch.ones(1, 1, 1, 4, dtype=torch.bool) if feature == "mask" else None
+    out, logsumexp = flashpatch.attention(q, k, v, mask=mask, return_logsumexp=True)
+    out.float().sum().backward()
+    assert out.shape == q.shape and logsumexp.shape == (batch, heads, 3) and q.grad.shape == q.shape
+    assert torch.equal(k.grad, torch.zeros_like(k)) and torch.equal(v.grad, torch.zeros_like(v))
+    assert not kernel_launch.launched
 
 
 # ---- fp32 ----

@@ -223,13 +223,24 @@ def test_dropout_is_replayed_in_a_recompute():
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0)], ids=["batch", "queries", "keys"])
-def test_empty(shape):
+@pytest.mark.parametrize(
+    "shape", [(0, 5, 5, 4), (2, 0, 5, 4), (2, 5, 0, 4), (2, 5, 5, 0)], ids=["batch", "queries", "keys", "query heads"]
+)
+@pytest.mark.parametrize("option", ["plain", "causal", "mask", "bias", "sinks", "alibi_slopes", "seqused_k", "dropout_p"])
+def test_empty(shape, option):
     q, k, v = qkv(*shape, grad=True)
-    out, logsumexp = attention(q, k, v, return_logsumexp=True)
+    given = {
+        "plain": {}, "causal": {"causal": True}, "mask": {"mask": torch.ones(1, 1, 1, shape[2], dtype=torch.bool)},
+        "bias": {"bias": torch.zeros(shape[3], shape[1], 1, requires_grad=True)},
+        "sinks": {"sinks": torch.zeros(shape[3], requires_grad=True)}, "alibi_slopes": {"alibi_slopes": torch.ones(shape[3])},
+        "seqused_k": {"seqused_k": torch.full((shape[0],), shape[2], dtype=torch.int32)}, "dropout_p": {"dropout_p": 0.5},
+    }[option]  # fmt: skip
+    out, logsumexp = attention(q, k, v, **given, return_logsumexp=True)
     assert out.shape == q.shape and not out.any()
     out.sum().backward()
-    assert not q.grad.any() and logsumexp.shape == (shape[0], 4, shape[1])
+    assert not q.grad.any() and not k.grad.any() and logsumexp.shape == (shape[0], shape[3], shape[1])
+    for learned in (given.get("bias"), given.get("sinks")):
+        assert learned is None or torch.equal(learned.grad, torch.zeros_like(learned))
 
 
 BAD = {
