@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from flashpatch.autocasting import autocast_dtype
 from flashpatch.call import Call, out_dtype
 
 # Scores held at once over all batches and heads. On a CPU 2^20 fp32 scores stay near the caches and still keep small
@@ -67,7 +68,7 @@ def _without_autograd_and_autocast(function):
     def wrapped(tensor, *args):
         with torch.no_grad():
             kind = tensor.device.type
-            if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            if autocast_dtype(kind) is None:
                 return function(tensor, *args)
             # Autocast would round the fp32 products back to 16 bits.
             with torch.autocast(kind, enabled=False):
@@ -200,6 +201,8 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
                 work.add_bias(dbias, ds, m0, m1, n0, n1)
             if tanh is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))
+                if contain and hidden is not None:  # 0 times the derivative at a NaN
+                    ds.view(work.tile_shape(m0, m1, n0, n1)).masked_fill_(hidden, 0.0)
             dk = work.add_keys(dk, torch.bmm(ds.transpose(1, 2), q_tile), n0, n1)
             dq_tile = torch.bmm(ds, k_tile) if dq_tile is None else dq_tile.baddbmm_(ds, k_tile)
         if dq_tile is None:

@@ -7,15 +7,17 @@ eager call goes straight to the bodies; the dispatcher's way there costs as much
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.autograd import forward_ad
 
-from . import execution, tensor_layouts
+from . import batching, execution, tensor_layouts
 from .arguments import check
-from .call import DESCALES, Call, out_dtype
+from .autocasting import autocast_dtype
+from .call import DESCALES, TENSORS, Call, out_dtype
 from .counting import DIRECT
 
 _CALL_SCHEMA = (
@@ -117,6 +119,10 @@ def _like(gradient: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     if wanted.numel() == 0:
         return torch.zeros_like(wanted)
     return gradient.sum_to_size(wanted.shape).to(wanted.dtype).contiguous()
+
+
+def _has_no_tensors(places: slice, arguments: tuple) -> bool:
+    return all(argument is None for argument in arguments[places])
 
 
 def _fake_forward(q, k, v, *arguments):
@@ -300,6 +306,10 @@ for _key in ("CUDA", "CPU"):
 _library.impl("attention_forward", _autograd_forward, "Autograd")
 torch.library.register_fake("flashpatch::attention_forward", _fake_forward, lib=_library)
 torch.library.register_fake("flashpatch::attention_backward", _fake_backward, lib=_library)
+# of the tensors of _CALL_SCHEMA, which come first in it, some have no batch
+for _name, _op, _own in (("forward", _forward_op, 3), ("backward", _backward_op, 7)):
+    _plain = functools.partial(_has_no_tensors, slice(_own, _own + len(TENSORS)))
+    torch.library.register_vmap(f"flashpatch::attention_{_name}", batching.rule(_op, _plain), lib=_library)
 
 
 # ---- the public call ----
@@ -536,7 +546,7 @@ def _run(q, k, v, call: Call, layer: int, strict: bool, statistics: bool) -> tup
 
 def _common_dtype(q, k, v):
     """q, k, v of mixed dtypes: under autocast its rule applies below; without it the widest of the three."""
-    if torch.is_autocast_enabled(q.device.type):
+    if autocast_dtype(q.device.type) is not None:
         return q, k, v
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import execution, launcher, pair_fallback, pair_launching, pair_planning
+from . import batching, execution, launcher, pair_fallback, pair_launching, pair_planning
 from .compiler import CompileError
 from .counting import layers, record_decline, register_layer, switched_on
 from .pair_planning import COSTS, GRADIENT, REDUCTIONS, PairPlan, PairProblem
@@ -291,3 +291,5 @@ for _key in ("CUDA", "CPU"):
     _library.impl("pairwise_gradient", _gradient_body, _key)
 torch.library.register_fake("flashpatch::pairwise", _fake, lib=_library)
 torch.library.register_fake("flashpatch::pairwise_gradient", _fake_gradient, lib=_library)
+for _op in (torch.ops.flashpatch.pairwise.default, torch.ops.flashpatch.pairwise_gradient.default):
+    torch.library.register_vmap(_op, batching.rule(_op, lambda arguments: True), lib=_library)

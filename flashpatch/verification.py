@@ -347,7 +347,7 @@ def device_here(wanted: str | None = None, emulate: bool = False, gpu: str | Non
         index = asked.index if asked.index is not None else (torch.cuda.current_device() if _has_cuda() else 0)
         if not _has_cuda() or index >= torch.cuda.device_count():
             raise NothingToRunOn(f"torch sees no GPU {asked}; leave out --device, or see `flashpatch audit`")
-        if gpu:
+        if gpu is not None:
             raise ValueError("--gpu names a GPU to emulate; add --emulate, or leave it out to use the one that is here")
         found = execution.device_of(torch.device("cuda", index))
         if reason := launcher.unavailable("gpu"):
@@ -365,7 +365,7 @@ def device_here(wanted: str | None = None, emulate: bool = False, gpu: str | Non
 
 def _stand_in(gpu: str | None, backend: str, label: str) -> Device:
     wanted = os.environ.get(planning.SWITCH)
-    device = planning.of_switch(wanted) if wanted and not gpu else planning.gpu(gpu or "a100")
+    device = planning.of_switch(wanted) if wanted and gpu is None else planning.gpu("a100" if gpu is None else gpu)
     return dataclasses.replace(device, name=f"{label} {device.name}", backend=backend)
 
 
@@ -411,11 +411,25 @@ def verify_kernels(
         if dtype in (None, cell.dtype)
     ]
     seconds = time.perf_counter() - started
-    statement = STATEMENTS[device.backend]
+    statement = STATEMENTS[device.backend] if cells else _nothing_claimed(device, dtype)
     if device.stands_for:
         title = planning.support().generations[device.generation]
         statement += f" It stood in for {title}, with its kernels and limits: that is no evidence for {title} itself."
     return KernelReport(device.name, device.generation, device.backend, statement, quick, cells, results, seconds)
+
+
+def _nothing_claimed(device: Device, dtype: str | None) -> str:
+    """Why no cell of the matrix is about a device, or about a dtype on it, and where there are some."""
+    matrix = planning.support()
+    kind = f"{dtype} kernel" if dtype else "kernel"
+    here = f"Nothing ran: there is no {kind} for {matrix.generations[device.generation]}"
+    there = {cell.generation for cell in matrix.cells.values() if dtype in (None, cell.dtype)}
+    others = [generation for generation in matrix.generations if generation in there]
+    if not others:
+        return f"{here}, nor for any other GPU."
+    names = ", ".join(matrix.generations[generation] for generation in others)
+    options = ("--emulate " if device.backend == "gpu" else "") + f"--gpu {others[0]}"
+    return f"{here}, but for {names}. Type: flashpatch verify {options}" + (f" --dtype {dtype}" if dtype else "")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -125,6 +126,20 @@ BAD = [
     (("audit", "--device", "cuda"), 4, "torch sees no GPU"),
     (("audit", "{root}/missing"), 2, "does not exist"),
     (("audit", "--markdown", "{root}/missing.md"), 2, "missing.md"),
+    (("verify", "--gpu", ""), 2, "unknown GPU ''; known: P100"),
+    (("audit", "--gpu", ""), 2, "unknown GPU ''; known: P100"),
+    (("cost", "{root}/llama", "--gpu", ""), 2, "unknown GPU ''; known: P100"),
+    (("verify", "--replay", ""), 2, "'--replay': it is empty"),
+    (("apply", ""), 2, "'MODEL': it is empty"),
+    (("verify", "--batch", "2", "--no-backward"), 2, "--no-backward, --batch goes with a MODEL"),
+    (("verify", "--replay", "x", "--dtype", "fp16"), 2, "leave out --dtype"),
+    (("audit", "--seqlen", "128"), 2, "--seqlen goes with a MODEL"),
+    (("bench", "--device", "cpu"), 2, "flashpatch bench --roofline --device cpu"),
+    (("bench", "--device", "cuda:7"), 4, "torch sees no cuda:7"),
+    (("bench", "--html", "x.html"), 2, "--html goes with --roofline"),
+    (("bench", "--roofline", "--odd"), 2, "leave one out"),
+    (("bench", "--features", "--seqlens", "512"), 2, "leave out --seqlens"),
+    (("run", "--json", "{root}/missing.py"), 2, "run has no option --json"),
 ]
 
 
@@ -173,6 +188,21 @@ def test_verify_runs_the_kernels_in_the_emulator(single):
     (case,) = report["cases"]
     assert {check["tensor"] for check in case["checks"]} == {"out", "logsumexp", "dq", "dk", "dv"}
     assert set(case["launches"]) == {"forward_sm80", "backward_delta", "backward_sm80", "backward_dq"}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--dtype", "fp8"), "no float8_e4m3fn kernel for Ampere, but for Hopper. Type: flashpatch verify --gpu hopper --dtype float8_e4m3fn"),
+        (("--dtype", "fp64"), "no float64 kernel for Ampere, nor for any other GPU"),
+        (("--gpu", "v100"), "no kernel for Volta and older, but for Turing, Ampere, "),
+    ],
+)  # fmt: skip
+def test_why_nothing_was_verified(arguments, words):
+    result = run("verify", "--emulate", *arguments)
+    assert result.exit_code == 3 and words in result.stdout and "emulator, at small sizes" not in result.stdout
+    assert "Nothing was verified" in result.stdout
 
 
 @needs_compiler
@@ -590,3 +620,19 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch, capsys):
     rendering.table(["a", "b"], [["[1]", 2]])
     drawn = capsys.readouterr().out
     assert "[1]" in drawn and drawn != "a    b\n[1]  2\n"
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line():
+    """huggingface_hub sets its own log level when it is imported: it must find ours before.."""
+    program = (
+        "import os, sys; sys.argv = ['flashpatch', 'cost', 'nobody/nothing']\n"
+        "os.environ['HF_ENDPOINT'] = 'http://127.0.0.1:9'\n"
+        "import time; time.sleep = lambda seconds: None\n"
+        "from flashpatch.cli import main; main()"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(
+        r"flashpatch: nobody/nothing is not in the local cache and the hub cannot be reached; .*\n", done.stderr
+    )

@@ -453,14 +453,18 @@ def test_any_problem(data):
 HIDING = ["causal", "window=3,0", "seqused-causal", "key_ranges=BQ", "mask=B11K", "varlen-causal", "varlen-rows_after"]
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "k=-inf"])
+@pytest.mark.parametrize(
+    "poison, softcap",
+    [(math.nan, 0.0), (math.inf, 0.0), (-math.inf, 0.0), (math.nan, 2.0)],
+    ids=["nan", "inf", "k=-inf", "nan-softcap"],
+)
 @pytest.mark.parametrize("looks", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("name", HIDING)
-def test_a_poisoned_key_reaches_only_rows_that_see_it(name, looks, poison, tiles, monkeypatch):
+def test_a_poisoned_key_reaches_only_rows_that_see_it(name, looks, poison, softcap, tiles, monkeypatch):
     """Rows that do not see the broken key, and keys that those rows alone see, keep every digit; the others show NaN, out
     of an infinite K what eager attention has there: a score of -inf is a probability of 0, one of inf NaN."""
     monkeypatch.setattr(fallback, "_on_host", lambda device: looks)
-    case = replace(CASES[name], bias="BHQK")
+    case = replace(CASES[name], bias="BHQK", softcap=softcap)
     clean = Inputs(case, torch.float64)
     key = (0, 6) if clean.call.cu_seqlens_k is None else (6,)
 

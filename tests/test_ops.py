@@ -226,7 +226,9 @@ def test_dropout_is_replayed_in_a_recompute():
 @pytest.mark.parametrize(
     "shape", [(0, 5, 5, 4), (2, 0, 5, 4), (2, 5, 0, 4), (2, 5, 5, 0)], ids=["batch", "queries", "keys", "query heads"]
 )
-@pytest.mark.parametrize("option", ["plain", "causal", "mask", "bias", "sinks", "alibi_slopes", "seqused_k", "dropout_p"])
+@pytest.mark.parametrize(
+    "option", ["plain", "causal", "mask", "bias", "sinks", "alibi_slopes", "seqused_k", "dropout_p"]
+)
 def test_empty(shape, option):
     q, k, v = qkv(*shape, grad=True)
     given = {
@@ -357,14 +359,33 @@ def test_function_transforms_give_the_gradients_of_backward():
     ):
         for ours, plain in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, plain)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        stacked = [torch.stack([tensor, tensor + 1]) for tensor in tensors]
-        each = torch.vmap(torch.func.grad(loss, argnums=every))(*stacked)
-        values = torch.vmap(loss)(*stacked)
+    stacked = [torch.stack([tensor, tensor + 1]) for tensor in tensors]
+    each = torch.vmap(torch.func.grad(loss, argnums=every))(*stacked)
+    values = torch.vmap(loss)(*stacked)
     torch.testing.assert_close(values[0], loss(*tensors))
     for ours, plain in zip(each, expected, strict=True):
         torch.testing.assert_close(ours[0], plain)
+
+
+@pytest.mark.parametrize(
+    "in_dims, keywords, calls",
+    [((0, 0, 0), {}, 1), ((3, 0, 1), {"causal": True}, 1), ((0, None, None), {}, 3), ((0, 0, 0), {"sinks": torch.ones(4)}, 3)],
+    ids=["all", "other dimensions", "shared keys", "sinks"],
+)  # fmt: skip
+def test_vmap_is_one_call_where_batches_can_be_joined(in_dims, keywords, calls):
+    stacked = [torch.stack([tensor * factor for factor in (1, 2, 3)]) for tensor in qkv(seqlen_k=7)]
+
+    def loss(q, k, v):
+        return attention(q, k, v, **keywords).square().sum()
+
+    one = torch.func.grad(loss, argnums=0)
+    given = [x[0] if dim is None else x for x, dim in zip(stacked, in_dims, strict=True)]
+    each = [one(*(x if dim is None else x[i] for x, dim in zip(given, in_dims, strict=True))) for i in range(3)]
+    given = [x if dim is None else x.movedim(0, dim) for x, dim in zip(given, in_dims, strict=True)]
+    before = flashpatch.stats()["calls"]
+    values = torch.vmap(loss, in_dims=in_dims)(*given)
+    assert flashpatch.stats()["calls"] - before == calls and values.shape == (3,)
+    torch.testing.assert_close(torch.vmap(one, in_dims=in_dims)(*given), torch.stack(each))
 
 
 def test_a_bias_that_repeats_itself_and_gets_no_gradient():

@@ -135,7 +135,7 @@ def test_narrower_dtypes_keep_the_lowest_number_finite():
     torch.testing.assert_close(out[:, 0], v.float().mean(2).bfloat16(), atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "bert", "mistral", "t5"])
 def test_shapes_come_out_of_the_meta_device(name):
     """Nothing that asks a mask for its values may run where there are none."""
     tiny = BY_NAME[name]

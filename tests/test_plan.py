@@ -304,7 +304,9 @@ def test_the_nearest_request_runs_and_is_not_the_one_declined(generation):
         named = re.fullmatch(r"(\w+), head_dim (\d+)(?:, head_dim_v (\d+))?(?:, ([\w +]+))?", answer.nearest)
         assert named, (problem, answer.nearest)
         dtype, size, size_v, words = named.groups()
-        found = Problem(direction, dtype, int(size), int(size_v or size), frozenset(words.split(" + ") if words else ()))
+        found = Problem(
+            direction, dtype, int(size), int(size_v or size), frozenset(words.split(" + ") if words else ())
+        )
         assert isinstance(resolve(found, device), Plan), (problem, answer.nearest)
         assert found != problem
 
