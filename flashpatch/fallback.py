@@ -12,8 +12,8 @@ import math
 
 import torch
 
-from flashpatch.autocasting import autocast_dtype
 from flashpatch.call import Call, out_dtype
+from flashpatch.modes import autocast_dtype
 
 # Scores held at once over all batches and heads. On a CPU 2^20 fp32 scores stay near the caches and still keep small
 # problems in one tile; a GPU needs larger tiles to be busy, and 2^24 fp32 scores are 64 MiB.

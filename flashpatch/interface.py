@@ -21,9 +21,9 @@ import threading
 import torch
 
 from . import counting, mask_functions, masks, ops
-from .autocasting import autocast_dtype
 from .call import Call
 from .masks import MaskSpec
+from .modes import autocast_dtype
 from .problem import Decline, DeclinedError, Problem, Reason
 from .tagging import tag_of
 

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import flashpatch
-from flashpatch import cases, emulator, fallback, ops, planning, reference, tolerance
+from flashpatch import cases, emulator, fallback, operators, planning, reference, tolerance
 from flashpatch.call import Call
 from flashpatch.problem import Config, DeclinedError, Problem
 
@@ -102,7 +102,7 @@ def test_what_no_kernel_takes_is_declined_by_name(gpu, problem, code):
 def test_shapes_without_values():
     """Under torch.compile and on the meta device nothing is computed; out is bfloat16 there too."""
     q, k, v = (tensor.to("meta") for tensor in qkv())
-    out, logsumexp = ops._forward_op(q, k, v, *ops._flat(Call(0.1, 9, 13)), False, 0)
+    out, logsumexp = operators.forward_op(q, k, v, *operators.flat(Call(0.1, 9, 13)), False, 0)
     assert (out.dtype, out.shape) == (torch.bfloat16, q.shape) and logsumexp.dtype == torch.float32
 
 

@@ -15,7 +15,7 @@ KERNELS = ROOT / "cuda_src"
 
 # Lowest first. A module imports from layers below its own, never from its own or from above.
 LAYERS = [
-    {"autocasting", "batching"},
+    {"modes", "batching"},
     {"problem", "call", "tensor_layouts", "tolerance", "arguments", "families", "mask_kinds", "observations"},
     {"reference", "counting", "findings", "profiles", "dense_tracking", "sdpa_reasons"},
     {"trace_report", "operator_reading"},
@@ -29,6 +29,7 @@ LAYERS = [
     {"workspaces"},
     {"launcher", "fallback", "pair_fallback"},
     {"execution", "pair_launching"},
+    {"operators", "known_calls"},
     {"ops", "pairs", "captures"},
     {"interface"},
     {"inlined", "module_reading"},

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashpatch
-from flashpatch import counting, emulator, execution, ops, reference
+from flashpatch import counting, emulator, execution, operators, reference
 from flashpatch.call import Call
 from flashpatch.problem import DeclinedError
 
@@ -63,7 +63,7 @@ def test_opcheck(case):
     changes = {"causal": {"window_right": 0}, "bias-sinks": {
         "bias": torch.randn(1, 4, 9, 9, requires_grad=True), "sinks": torch.randn(4, requires_grad=True),
     }}.get(case, {})  # fmt: skip
-    torch.library.opcheck(ops._forward_op, arguments(q, k, v, **changes))
+    torch.library.opcheck(operators.forward_op, arguments(q, k, v, **changes))
 
 
 def test_gradients_equal_the_reference():

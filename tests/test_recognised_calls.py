@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashpatch import execution, ops, reference, tensor_layouts
+from flashpatch import execution, known_calls, ops, reference, tensor_layouts
 
 
 def tensors(requires_grad=False, dtype=torch.float32):
@@ -74,11 +74,11 @@ def checks(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(ops, "check", counted)
-    monkeypatch.setattr(ops, "_known", {})
-    monkeypatch.setattr(ops, "_latest", {})
+    known_calls.forget()
     monkeypatch.setattr(execution, "_forwards", execution._Prepared())
     monkeypatch.setattr(execution, "_backwards", execution._Prepared())
-    return count
+    yield count
+    known_calls.forget()
 
 
 def attention(q, k, v, **options):
