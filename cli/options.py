@@ -50,7 +50,7 @@ def given(*names: str) -> list[str]:
     """Which of these parameters the command line has, as they are typed."""
     context = click.get_current_context()
     return [
-        parameter.opts[0]
+        parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
         for parameter in context.command.params
         if parameter.name in names and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
     ]

@@ -169,13 +169,13 @@ def _record(report, device) -> None:
 
 
 def _demote() -> None:
-    from flashpatch import evidence, planning
+    from flashpatch import evidence, planning, support_matrix
 
     try:
         folder = evidence.folder()
     except FileNotFoundError as error:
         raise Fault(f"--demote: {error}", USAGE) from None
-    path = planning.find("compat_matrix.yaml")
+    path = support_matrix.find("compat_matrix.yaml")
     stale = evidence.stale_cells(planning.support(), folder)
     text, changes = evidence.demote(path.read_text(encoding="utf-8"), stale)
     if changes:

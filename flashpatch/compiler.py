@@ -20,8 +20,8 @@ import threading
 import time
 from pathlib import Path
 
-from .planning import find
 from .problem import Config, Device, Reason
+from .support_matrix import find
 
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 

@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy
 import yaml
 
-from . import dry_runs, planning
+from . import dry_runs, planning, support_matrix
 from .problem import Decline
 
 ELEMENT_BYTES = {**planning.ELEMENT_BYTES, "float64": 8}
@@ -118,7 +118,7 @@ class CostReport:
 
 @functools.lru_cache(maxsize=1)
 def _measured() -> dict:
-    return yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))["ceilings"]
+    return yaml.safe_load(support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8"))["ceilings"]
 
 
 def ceilings(gpu: str, *, tflops=None, bandwidth=None, memory=None) -> tuple[Ceilings, dict]:

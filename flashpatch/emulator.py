@@ -25,8 +25,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .planning import find
 from .problem import Config, Reason
+from .support_matrix import find
 
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w")
 MACHINE_FLAGS = ("-O2",)

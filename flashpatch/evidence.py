@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from . import kernel_sets, planning
+from . import kernel_sets, planning, support_matrix
 from .cases import cases
 from .problem import Decline, Device, Problem
 from .verification import KernelReport, strain
@@ -17,7 +17,7 @@ from .verification import KernelReport, strain
 
 def folder() -> Path:
     """Where evidence lives in a checkout. Raises FileNotFoundError in an installed package, which has none."""
-    root = planning.find("compat_matrix.yaml").parent
+    root = support_matrix.find("compat_matrix.yaml").parent
     tests = root / "tests"
     if not tests.is_dir():
         raise FileNotFoundError(
@@ -108,7 +108,7 @@ def file_name(device: Device) -> str:
     return "-".join(words) or device.generation
 
 
-def stale_cells(matrix: planning.Matrix, source: Path) -> dict[str, str]:
+def stale_cells(matrix: support_matrix.Matrix, source: Path) -> dict[str, str]:
     """Verified cells whose evidence is missing or is about other code, each with the reason."""
     stale = {}
     for cell in matrix.cells.values():
@@ -117,7 +117,7 @@ def stale_cells(matrix: planning.Matrix, source: Path) -> dict[str, str]:
     return stale
 
 
-def _fault(cell: planning.Cell, source: Path) -> str:
+def _fault(cell: support_matrix.Cell, source: Path) -> str:
     path = source / Path(cell.evidence).name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-
 # Looked up once: each call asks.
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -30,6 +30,7 @@ from . import (
     model_verification,
     planning,
     reference,
+    support_matrix,
     tolerance,
 )
 from .cases import Case, Inputs, cases, claimed, make_inputs
@@ -464,7 +465,7 @@ def _build(config: Config, device: Device) -> None:
             compiler.load(config, device)
 
 
-def _cell_result(cell: planning.Cell, results: list[CaseResult], device: Device, quick: bool) -> CellResult:
+def _cell_result(cell: support_matrix.Cell, results: list[CaseResult], device: Device, quick: bool) -> CellResult:
     forward = cell.direction == "forward"
     checks = [check for result in results for check in result.checks if check.of_forward == forward]
     failed = [check for check in checks if not check.passed]
@@ -498,7 +499,7 @@ def strain(check: Check) -> float:
     return check.error / check.bound if check.bound else check.error
 
 
-def _why_unreached(cell: planning.Cell, device: Device, quick: bool) -> str:
+def _why_unreached(cell: support_matrix.Cell, device: Device, quick: bool) -> str:
     features = frozenset() if cell.feature == "plain" else frozenset([cell.feature])
     decision = planning.resolve(Problem(cell.direction, cell.dtype, cell.head_dim, cell.head_dim, features), device)
     if isinstance(decision, Decline):

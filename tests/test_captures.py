@@ -315,7 +315,7 @@ def test_a_chosen_call_of_a_healthy_model(folder, tmp_path):
         (("--replay", "{0}/none"), "cannot be read as a captured call"),
         (("--capture", "{0}/file"), "are about one call of a MODEL"),
         (("{0}", "--layer", "1"), "add --capture FILE"),
-        (("{0}", "--replay", "{0}/none"), "--replay needs no MODEL"),
+        (("{0}", "--replay", "{0}/none"), "leave out MODEL"),
     ],
 )
 def test_wrong_usage_says_what_to_type(arguments, message, tmp_path):

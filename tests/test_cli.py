@@ -29,6 +29,7 @@ from flashpatch import (
     launcher,
     model_verification,
     planning,
+    support_matrix,
     verification,
 )
 from flashpatch.problem import DIRECTIONS, DTYPES, SCALED, Plan, Problem, Reason
@@ -253,7 +254,7 @@ def test_a_machine_that_can_do_nothing_says_what_to_type(monkeypatch):
 
 
 def test_demote_edits_the_matrix_by_its_evidence(monkeypatch, tmp_path):
-    data = yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))
+    data = yaml.safe_load(support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8"))
     for row in data["rows"]:
         if "hopper" in row.get("status", {}):
             row["status"] = {**row["status"], "hopper": "verified"}
@@ -261,7 +262,7 @@ def test_demote_edits_the_matrix_by_its_evidence(monkeypatch, tmp_path):
     path = tmp_path / "compat_matrix.yaml"
     path.write_text(yaml.safe_dump(data), encoding="utf-8")
     monkeypatch.setattr(planning, "find", lambda name: path)
-    monkeypatch.setattr(planning, "support", lambda: planning.load_matrix(yaml.safe_load(path.read_text())))
+    monkeypatch.setattr(planning, "support", lambda: support_matrix.load_matrix(yaml.safe_load(path.read_text())))
     monkeypatch.setattr(evidence, "folder", lambda: tmp_path)
     result = run("verify", "--demote")
     assert result.exit_code == 0 and "on hopper: verified -> compiled" in result.stdout

@@ -25,6 +25,7 @@ from flashpatch import (
     launcher,
     planning,
     reference,
+    support_matrix,
     tile_counts,
     verification,
 )
@@ -123,7 +124,9 @@ def test_what_the_matrix_claims(case, device):
 def test_the_default_run_reaches_every_kernel_and_feature():
     """A new source, kernel, feature, dtype or head dim fails here until some claim in the default run has it."""
     # pairwise has claims of its own: tests/test_pairwise.py
-    sources = {path.stem for path in planning.find("cuda_src").glob("*.cu") if not path.stem.startswith("pairwise")}
+    sources = {
+        path.stem for path in support_matrix.find("cuda_src").glob("*.cu") if not path.stem.startswith("pairwise")
+    }
     launched = Counter()
     cells = set()
     for case, device in QUICK:

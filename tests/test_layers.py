@@ -15,12 +15,13 @@ KERNELS = ROOT / "cuda_src"
 
 # Lowest first. A module imports from layers below its own, never from its own or from above.
 LAYERS = [
-    {"modes", "batching"},
+    {"modes", "batching", "dropout"},
     {"problem", "call", "tensor_layouts", "tolerance", "arguments", "families", "mask_kinds", "observations"},
     {"reference", "counting", "findings", "profiles", "dense_tracking", "sdpa_reasons"},
     {"trace_report", "operator_reading"},
-    {"masks", "tagging"},
+    {"masks", "tagging", "score_tiles"},
     {"mask_functions", "recorded_scores"},
+    {"support_matrix"},
     {"planning"},
     {"compiler", "emulator", "cases", "pair_planning", "support_table"},
     {"tensor_maps", "tile_counts", "kernel_sets"},

@@ -13,12 +13,13 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashpatch import compiler, emulator, execution, kernel_sets, planning, support_table
-from flashpatch.planning import MatrixError, load_matrix, resolve, shared_memory
+from flashpatch import compiler, emulator, execution, kernel_sets, planning, support_matrix, support_table
+from flashpatch.planning import resolve, shared_memory
 from flashpatch.problem import DIRECTIONS, DTYPES, Decline, DeclinedError, Device, Plan, Problem, Reason
+from flashpatch.support_matrix import MatrixError, load_matrix
 
 MATRIX = planning.support()
-RAW = yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))
+RAW = yaml.safe_load(support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8"))
 GPUS = [planning.device_for(number) for number in MATRIX.capabilities]
 
 

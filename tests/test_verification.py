@@ -11,7 +11,17 @@ import torch
 import torch._dynamo  # the first dispatch mode imports it, which must not happen while a test replaces torch.device
 import yaml
 
-from flashpatch import cases, compiler, evidence, fallback, kernel_launch, launcher, planning, verification
+from flashpatch import (
+    cases,
+    compiler,
+    evidence,
+    fallback,
+    kernel_launch,
+    launcher,
+    planning,
+    support_matrix,
+    verification,
+)
 from flashpatch.arguments import check as check_arguments
 from flashpatch.problem import Plan, Problem
 
@@ -283,13 +293,13 @@ def recorded(kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(verification.torch, "device", lambda *_: "cpu")
     report = verification.verify_kernels(device)
     path = evidence.record(report, device, {"driver": "13.0"}, tmp_path)
-    text = planning.find("compat_matrix.yaml").read_text(encoding="utf-8")
+    text = support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8")
     data = yaml.safe_load(text)
     for row in data["rows"]:
         if "hopper" in row.get("status", {}):
             row["evidence"] = path.name
             row["status"] = {**row["status"], "hopper": "verified"}
-    return path, planning.load_matrix(data)
+    return path, support_matrix.load_matrix(data)
 
 
 def verified(matrix, *features):
