@@ -261,7 +261,7 @@ def test_demote_edits_the_matrix_by_its_evidence(monkeypatch, tmp_path):
             row["evidence"] = "h200.json"
     path = tmp_path / "compat_matrix.yaml"
     path.write_text(yaml.safe_dump(data), encoding="utf-8")
-    monkeypatch.setattr(planning, "find", lambda name: path)
+    monkeypatch.setattr(support_matrix, "find", lambda name: path)
     monkeypatch.setattr(planning, "support", lambda: support_matrix.load_matrix(yaml.safe_load(path.read_text())))
     monkeypatch.setattr(evidence, "folder", lambda: tmp_path)
     result = run("verify", "--demote")
