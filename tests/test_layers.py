@@ -23,6 +23,8 @@ LAYERS = [
     {"mask_functions", "recorded_scores"},
     {"support_matrix"},
     {"planning"},
+    {"kernel_constants"},
+    {"emulator_builds"},
     {"compiler", "emulator", "cases", "pair_planning", "support_table"},
     {"tensor_maps", "tile_counts", "kernel_sets"},
     {"params"},
