@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from flashpatch import (
     auditing,
+    case_runs,
     cases,
     cli,
     compiler,
@@ -598,7 +599,7 @@ def test_a_missing_nvrtc_and_an_unwritable_cache_are_problems(monkeypatch):
 def test_numbers_json_has_no_word_for_are_null():
     from flashpatch.cli import rendering
 
-    check = verification.Check("out", math.nan, math.inf, 1.0, False, "")
+    check = case_runs.Check("out", math.nan, math.inf, 1.0, False, "")
     assert rendering.document(check)["error"] is None and rendering.document(check)["eager_error"] is None
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import flashpatch
 from flashpatch import (
+    case_runs,
     cases,
     counting,
     emulator,
@@ -27,7 +28,6 @@ from flashpatch import (
     reference,
     support_matrix,
     tile_counts,
-    verification,
 )
 from flashpatch.call import Call
 from flashpatch.problem import Plan, Problem
@@ -47,7 +47,7 @@ MOST_BUILDS = 100  # of the claims in the default run: each costs a second
 
 
 def plans(case, device):
-    return [plan for plan in verification.plans_of(case.problem, device) if isinstance(plan, Plan)]
+    return [plan for plan in case_runs.plans_of(case.problem, device) if isinstance(plan, Plan)]
 
 
 def builds(case, device):
@@ -112,7 +112,7 @@ def expected_launches(case, device):
     ],
 )
 def test_what_the_matrix_claims(case, device):
-    result = verification.run_case(case, device, seed=0)
+    result = case_runs.run_case(case, device, seed=0)
     assert result.error == ""
     assert [check.message for check in result.checks if not check.passed] == []
     assert {"out", "logsumexp"} <= {check.tensor for check in result.checks}
@@ -498,7 +498,7 @@ def faults(asked: Asked, family: Family):
     """What is wrong with the kernels' results on a problem: a message for each tensor beyond its bound."""
     inputs = inputs_of(asked, family)
     forward, backward = family.plan("forward"), family.plan("backward")
-    with verification._Poison():
+    with case_runs._Poison():
         out, logsumexp, _ = launcher.forward(forward, inputs.q, inputs.k, inputs.v, inputs.call)
         dlogsumexp = inputs.dlogsumexp if asked.with_dlogsumexp else None
         arguments = (inputs.dout, dlogsumexp, inputs.q, inputs.k, inputs.v, out, logsumexp, inputs.call)
@@ -506,13 +506,13 @@ def faults(asked: Asked, family: Family):
     heads = asked.heads_kv * asked.group
     case = cases.Case(forward.problem, len(asked.lengths), 0, 0, heads, asked.heads_kv)  # only batch and heads count
     inputs = dataclasses.replace(inputs, dout=inputs.dout.nan_to_num(0.0))
-    expected, eager = (verification._expected(case, inputs, upcast, backward=True) for upcast in (True, False))
+    expected, eager = (case_runs._expected(case, inputs, upcast, backward=True) for upcast in (True, False))
     extra = rounding_of_delta(inputs, expected["out"])
     found = []
-    for name, tensor in zip(verification.OUTPUTS, (out, logsumexp, *gradients), strict=True):
+    for name, tensor in zip(case_runs.OUTPUTS, (out, logsumexp, *gradients), strict=True):
         if tensor is not None:
-            largest = verification._largest(expected["logsumexp"])
-            check = verification._check(name, tensor, eager[name], expected[name], out.dtype, largest, None)
+            largest = case_runs._largest(expected["logsumexp"])
+            check = case_runs._check(name, tensor, eager[name], expected[name], out.dtype, largest, None)
             allowed = max(check.bound + extra.get(name, 0.0), EXACT)
             if not check.error <= allowed:
                 found.append(f"{check.message}; allowed here {allowed:.3e}")
@@ -585,7 +585,7 @@ def counters_of(device, dtype, head_dim, features=(), patch=None):
     """Kernel -> counters of one forward and backward over several blocks each way; results aside."""
     case = cases.Case(Problem("forward", dtype, head_dim, head_dim, frozenset(features)), 1, 200, 264, 1, 1)
     with watched(patch) as kernels:
-        verification.run_case(case, device, seed=0)
+        case_runs.run_case(case, device, seed=0)
     assert set(kernels) == set(expected_launches(case, device))
     return {name: kernel.last for name, kernel in kernels.items()}
 

@@ -33,7 +33,7 @@ LAYERS = [
     {"launcher", "fallback", "pair_fallback"},
     {"execution", "pair_launching"},
     {"operators", "known_calls"},
-    {"ops", "pairs", "captures"},
+    {"ops", "pairs", "captures", "case_runs"},
     {"interface"},
     {"inlined", "module_reading"},
     {"patcher", "module_stack"},
