@@ -242,7 +242,7 @@ def _replay(file, emulate, gpu, require_gpu, device, as_json) -> int:
 
 
 def _model(name, require_gpu, strict, no_backward, capture, layer, seed, dtype, device, as_json, load) -> int:
-    from flashpatch import captures, model_verification
+    from flashpatch import captures, difference_explanations, model_verification
 
     with models.translated():
         loaded, inputs = models.load(name, dtype=dtype, device=device, patched=False, padding="left", seed=seed, **load)
@@ -252,7 +252,7 @@ def _model(name, require_gpu, strict, no_backward, capture, layer, seed, dtype, 
                     loaded, inputs, name=name, backward=not no_backward, seed=seed, capture=capture, layer=layer,
                     advance=advance,
                 )  # fmt: skip
-            except (captures.CaptureError, model_verification.NothingToCaptureError) as error:
+            except (captures.CaptureError, difference_explanations.NothingToCaptureError) as error:
                 raise Fault(str(error), USAGE) from None
     code, why = _model_code(report, require_gpu, strict)
     if as_json:

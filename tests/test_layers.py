@@ -38,6 +38,8 @@ LAYERS = [
     {"inlined", "module_reading"},
     {"patcher", "module_stack"},
     {"model_runs"},
+    {"model_comparisons"},
+    {"difference_explanations"},
     {"registration", "models", "model_verification", "environment", "tracing"},
     {"dry_runs"},
     {"verification", "auditing", "benchmarking", "feature_peers"},
