@@ -37,7 +37,7 @@ LAYERS = [
     {"interface"},
     {"inlined", "module_reading"},
     {"patcher", "module_stack"},
-    {"model_runs"},
+    {"model_runs", "call_reading"},
     {"model_comparisons"},
     {"difference_explanations"},
     {"registration", "models", "model_verification", "environment", "tracing"},
