@@ -288,6 +288,11 @@ def test_compiles_into_one_graph():
         ({"x": torch.zeros(3)}, r"got \[3\]"),
         ({"x": torch.zeros(5, 3).int(), "y": torch.zeros(6, 3).int()}, "torch.int32"),
         ({"on_decline": "warn"}, "neither 'error' nor"),
+        ({"x": [[0.0]]}, r"x is list, not a torch\.Tensor"),
+        ({"bias": [0.0]}, r"bias is list, not a torch\.Tensor"),
+        ({"y": torch.zeros(6, 3).to_sparse()}, "y is a sparse_coo tensor"),
+        ({"scale": "auto"}, "scale=auto is not a finite number"),
+        ({"reduce": "topk", "k": 2.0}, "k=2.0 is not an int"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(change, message):
