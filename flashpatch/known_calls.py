@@ -48,6 +48,7 @@ def find(q, k, v, options: tuple) -> tuple[tuple | None, Known | None]:
 
 
 def remember(key: tuple, q, k, v, call: Call) -> None:
+    """Keep a Call that was checked, expanded and prepared, under the key that `find` gave."""
     if len(_known) >= _MOST_KNOWN:
         forget()
     differentiable = q.requires_grad or k.requires_grad or v.requires_grad

@@ -184,7 +184,7 @@ class Attention(torch.autograd.Function):
 
 
 # What torch's Function.apply comes down to where no function transform is active (`_is_eager`): 2 us less.
-apply = super(torch.autograd.Function, Attention).apply
+with_gradients = super(torch.autograd.Function, Attention).apply
 
 
 NO_SECOND_DERIVATIVE = (
@@ -268,8 +268,8 @@ def needs_gradient(q, k, v, call: Call) -> bool:
 
 
 def _autograd_forward(q, k, v, *arguments):
-    *flat, strict, layer = arguments
-    call = call_of(*flat)
+    *values, strict, layer = arguments
+    call = call_of(*values)
     if needs_gradient(q, k, v, call):
         return Attention.apply(q, k, v, call.bias, call.sinks, call, layer, strict, True, True)
     with torch._C._AutoDispatchBelowAutograd():

@@ -14,7 +14,7 @@ from .call import Call
 from .counting import DIRECT
 from .known_calls import NOTHING, find, latest, remember
 from .modes import autocast_dtype, is_eager, is_untraced
-from .operators import TransformedAttention, apply, expanded, flat, forward_op, needs_gradient
+from .operators import TransformedAttention, expanded, flat, forward_op, needs_gradient, with_gradients
 
 _must_be_deterministic = torch._C._get_deterministic_algorithms
 
@@ -107,7 +107,7 @@ def attention(
         if known is not None:
             call, strict = known.call, on_decline == "error"
             if known.differentiable and torch.is_grad_enabled():
-                return apply(q, k, v, None, None, call, DIRECT, strict, False, return_logsumexp)
+                return with_gradients(q, k, v, None, None, call, DIRECT, strict, False, return_logsumexp)
             out, logsumexp = execution.forward(q, k, v, call, DIRECT, strict, return_logsumexp)
             return (out, logsumexp) if return_logsumexp else out
     problems = check(
@@ -180,7 +180,7 @@ def _run(q, k, v, call: Call, layer: int, strict: bool, statistics: bool) -> tup
             with torch.no_grad():
                 call = expanded(call, q, k)
     if differentiable:
-        result = apply(q, k, v, bias, sinks, call, layer, strict, False, statistics)
+        result = with_gradients(q, k, v, bias, sinks, call, layer, strict, False, statistics)
         return result if statistics else (result, None)
     return execution.forward(q, k, v, call, layer, strict, statistics)
 
