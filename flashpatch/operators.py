@@ -183,7 +183,7 @@ class Attention(torch.autograd.Function):
         return dq, dk, dv, dbias, None if sinks is None else _like(dsinks, sinks)
 
 
-# What torch's Function.apply comes down to where no function transform is active (`_is_eager`): 2 us less.
+# What torch's Function.apply comes down to where no function transform is active (`modes.is_eager`): 2 us less.
 with_gradients = super(torch.autograd.Function, Attention).apply
 
 
