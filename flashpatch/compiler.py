@@ -94,6 +94,7 @@ def check_sources(kernel: str) -> None:
     _reachable(_kernel_text(kernel))
 
 
+@functools.cache
 def _significant(text: str) -> str:
     """Source without comments and blank space at line ends: editing those does not change what is compiled."""
     text = re.sub(r"/\*.*?\*/", " ", text, flags=re.DOTALL)
