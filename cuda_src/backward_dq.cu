@@ -1,40 +1,41 @@
 // After the backward: dq = softmax_scale * dq_accum, from fp32 in fragment order to rows of elements.
 // Assumes dq_accum complete. Stores dq for the rows of every sequence.
-// Grid: m_blocks * num_heads_q * batch, kNumWarps warps, kBlockM rows a CTA.
+// Grid: m_blocks * num_heads_q * batch, the heads of a block next to each other, kNumWarps warps, kBlockM rows a CTA.
 #include "seqlen.cuh"
 #include "tile.cuh"
 
 using DqTile = Tile<kBlockM, kHeadDim>;
 constexpr int kSharedMemory = DqTile::kBytes;
 constexpr int kColumnFrags = kHeadDim / 8;
+// Fragments of 16x8, one a warp and round; of so many rounds the loads are under way together.
+constexpr int kRounds = kBlockM / 16 * kColumnFrags / kNumWarps;
+constexpr int most_together(int wanted) { return kRounds % wanted == 0 ? wanted : most_together(wanted - 1); }
+constexpr int kTogether = most_together(8);
+static_assert(kRounds * kNumWarps * 16 == kBlockM * kColumnFrags, "whole rounds");
 
 KERNEL(kThreads, 1) attention_backward_dq(GRID_CONSTANT Params p) {
-  const Position position = position_of(block_index(), p.m_blocks, p.num_heads_q);
+  const Position position = heads_together(block_index(), p.m_blocks, p.num_heads_q);
   const Sequence sequence = sequence_of(p, position.batch);
   const int first = position.block * kBlockM;
   if (first >= sequence.q_length) return;
 
   const DqTile dq_smem = {shared_base()};
   const float* accum = p.dq_accum + query_block_offset(p, sequence, position.head, position.block) * (kBlockM * kHeadDim);
-  // One 16x8 fragment a warp and round
-#pragma unroll 4
-  for (int fragment = warp_index(); fragment < kBlockM / 16 * kColumnFrags; fragment += kNumWarps) {
-    float c[4];
-    if constexpr (kHasVectorReduction) {
-      const F32x4 v = ld_global((const F32x4*)(accum + fragment * 128 + fragment_index(0)));
-      c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
-    } else {
+#pragma unroll 1
+  for (int round = 0; round < kRounds; round += kTogether) {
+    const int fragment = round * kNumWarps + warp_index();
+    float c[1][kTogether][4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) c[e] = ld_global(accum + fragment * 128 + fragment_index(e));
+    for (int k = 0; k < kTogether; ++k) load_fragment(c[0][k], accum + (fragment + k * kNumWarps) * 128);
+    scale(c, p.softmax_scale);
+    u32 packed[1][kTogether][kPacked];
+    pack_accumulators(packed, c);
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const int at = fragment + k * kNumWarps, row = at / kColumnFrags * 16 + (lane_index() >> 2), column = at % kColumnFrags;
+      store_pair(dq_smem, row, column, packed[0][k]);
+      store_pair(dq_smem, row + 8, column, packed[0][k] + kPacked / 2);
     }
-    float scaled[1][1][4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) scaled[0][0][e] = c[e] * p.softmax_scale;
-    u32 packed[1][1][kPacked];
-    pack_accumulators(packed, scaled);
-    const int row = fragment / kColumnFrags * 16 + (lane_index() >> 2), column = fragment % kColumnFrags;
-    store_pair(dq_smem, row, column, packed[0][0]);
-    store_pair(dq_smem, row + 8, column, packed[0][0] + kPacked / 2);
   }
   sync_block();  // the whole tile is in shared memory
   store_tile<kThreads>(dq_smem, dq_of(p, sequence, position.head).from(first), sequence.q_length - first, p.head_dim, thread_index());

@@ -23,6 +23,6 @@ DEVICE Position in_sequence(Position at, const i32* cu_seqlens, int rows, int ba
 // Query block `index` of a grid of m_blocks * num_heads_q * batch, packed: m_blocks * num_heads_q. The heads of a block next to each
 // other, as their rows and records lie in memory.
 DEVICE Position query_block_of(const Params& p, u32 index) {
-  const Position swapped = position_of(index, p.num_heads_q, p.m_blocks), at = {swapped.head, swapped.block, swapped.batch};
+  const Position at = heads_together(index, p.m_blocks, p.num_heads_q);
   return p.cu_seqlens_q ? in_sequence(at, p.cu_seqlens_q, kBlockM, p.batch) : at;
 }

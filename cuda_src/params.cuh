@@ -24,7 +24,7 @@ struct Params {
   const float* dlogsumexp;    // gradient of logsumexp in the layout of logsumexp, or null
   float* delta;               // rowsum(dout * out) - dlogsumexp, in the layout of logsumexp
   float* dq_accum;            // fp32 dq before scaling and rounding: [batch, num_heads_q, seqlen_q rounded up to kBlockM, kHeadDim]
-  i32* dq_turns;              // deterministic: next key block allowed to add, per (batch, head, query block); zeroed (Hopper: see backward_sm90.cuh)
+  i32* dq_turns;              // deterministic: next key block allowed to add, per (batch, head, query block) (Hopper: see backward_sm90.cuh)
   const i32* cu_seqlens_q;    // [batch + 1] or null
   const i32* cu_seqlens_k;    // [batch + 1] or null
   const i32* seqused_k;       // [batch] keys in use, or null; causal and window align to it

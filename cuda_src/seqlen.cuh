@@ -112,6 +112,12 @@ DEVICE Position position_of(u32 index, int blocks, int heads) {
   return {(int)(index % (u32)blocks), (int)(row % (u32)heads), (int)(row / (u32)heads)};
 }
 
+// The heads of a block next to each other, as their rows lie in memory.
+DEVICE Position heads_together(u32 index, int blocks, int heads) {
+  const Position swapped = position_of(index, heads, blocks);
+  return {swapped.head, swapped.block, swapped.batch};
+}
+
 // Rows dealt out in sections of at most `most`, as equal as they can be: a short last one would end in tiles too long to share out
 // (causal, 2048 tokens, 128 heads in sections of 25: 553 TFLOP/s, of 32: 603).
 struct Section {

@@ -154,6 +154,15 @@ DEVICE void add_fragment(float* fragment, const float (&c)[4]) {
     for (int e = 0; e < 4; ++e) red_add_global(fragment + fragment_index(e), c[e]);
   }
 }
+DEVICE void load_fragment(float (&c)[4], const float* fragment) {  // of an earlier launch
+  if constexpr (kHasVectorReduction) {
+    const F32x4 v = ld_global((const F32x4*)(fragment + fragment_index(0)));
+    c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[e] = ld_global(fragment + fragment_index(e));
+  }
+}
 
 // ---- tile -> fragments ----
 

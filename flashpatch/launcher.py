@@ -218,7 +218,9 @@ class Backward:
         new = torch.zeros_like if self.varlen or not self.blocks else torch.empty_like
         new_dq, new_dk, new_dv, new_delta, new_accum = self.new
         dq, dk, dv, delta, dq_accum = new(new_dq), new(new_dk), new(new_dv), new(new_delta), torch.empty_like(new_accum)
-        dq_turns = None if self.new_turns is None else torch.zeros_like(self.new_turns)
+        dq_turns = None
+        if self.new_turns is not None:  # backward_delta zeroes its own
+            dq_turns = torch.zeros_like(self.new_turns) if self.tma else torch.empty_like(self.new_turns)
         if dlogsumexp is not None:
             dlogsumexp = dlogsumexp.contiguous()
         pointers = ALL.pack(
