@@ -46,9 +46,11 @@ class ApplyReport:
 
 
 @click.command("apply")
-@click.argument("model")
+@click.argument("model", type=options.TEXT)
 @click.option("--train", is_flag=True, help="Run a backward too.")
-@click.option("--save", metavar="DIR", help="Write a copy that flashpatch.load(DIR) brings up patched.")
+@click.option(
+    "--save", type=options.TEXT, metavar="DIR", help="Write a copy that flashpatch.load(DIR) brings up patched."
+)
 @options.strict
 @options.dtype("dtype of the weights; default: as they are stored.")
 @options.device

@@ -11,13 +11,23 @@ from .rendering import DECLINED, HOLDS, MISSING, USAGE, Fault
 
 
 @click.command("audit")
-@click.argument("model", required=False)
-@click.option("--gpu", metavar="NAME", help='Plan for this GPU (h200, "RTX 4090", sm_90), here or not.')
-@click.option("--markdown", metavar="FILE", help="Rewrite the support table between FILE's markers (-: print it).")
-@click.option("--all", "every", is_flag=True, help="With MODEL: every generation and dtype instead of one GPU.")
-@click.option("--svg", metavar="FILE", help="With --all: write the picture (-: print it).")
+@click.argument("model", required=False, type=options.TEXT)
 @click.option(
-    "--html", metavar="FILE", help="With --all or --trace: write the report as one HTML file (--all -: print it)."
+    "--gpu", type=options.GPU, metavar="NAME", help='Plan for this GPU (h200, "RTX 4090", sm_90), here or not.'
+)
+@click.option(
+    "--markdown",
+    type=options.TEXT,
+    metavar="FILE",
+    help="Rewrite the support table between FILE's markers (-: print it).",
+)
+@click.option("--all", "every", is_flag=True, help="With MODEL: every generation and dtype instead of one GPU.")
+@click.option("--svg", type=options.TEXT, metavar="FILE", help="With --all: write the picture (-: print it).")
+@click.option(
+    "--html",
+    type=options.TEXT,
+    metavar="FILE",
+    help="With --all or --trace: write the report as one HTML file (--all -: print it).",
 )
 @tracing.options
 @options.strict
@@ -43,6 +53,8 @@ def command(model, gpu, markdown, every, html, svg, trace, profile, watch, stric
         raise click.UsageError("--all shows MODEL on every generation: it needs MODEL, and neither --gpu nor --device")
     if svg and not every:
         raise click.UsageError("--svg draws what --all shows; add --all")
+    if model is None and (words := options.given("strict", *options.OF_MODELS)):
+        raise click.UsageError(f"{', '.join(words)} goes with a MODEL; name one")
     if model or profile:
         options.must_be_of_models(dtype)
     if not every and (trace or profile or watch.given):
@@ -53,7 +65,7 @@ def command(model, gpu, markdown, every, html, svg, trace, profile, watch, stric
     try:
         with models.translated():
             report = auditing.audit(model, gpu=gpu, dtype=dtype, device=device, **load)
-    except (auditing.UnknownGpu, planning.SwitchError) as error:
+    except planning.SwitchError as error:
         raise Fault(str(error), USAGE) from None
     except auditing.NoSuchDevice as error:
         raise Fault(str(error), MISSING) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from . import options, rendering, roofline
-from .rendering import HOLDS, MISMATCH, MISSING, USAGE, Fault
+from .rendering import HOLDS, MISMATCH, USAGE, Fault
 
 
 def _numbers(context, parameter, value: str) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
 @roofline.options
 @options.as_json
 @options.json_schema("benchmarking.BenchReport", "feature_costs.CostReport", "roofline.RooflineReport")
-def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
+def command(head_dims, seqlens, odd, eager, rounds, dtype, features, device, as_json):
     """Time flashpatch beside SDPA's backends, and FlashAttention-3 where the wheel fa3-fwd is installed, forward and
     backward: 16384 tokens, heads times head dim 2048.
 
@@ -44,8 +44,11 @@ def command(head_dims, seqlens, odd, eager, rounds, dtype, features, as_json):
 
     from flashpatch import benchmarking
 
-    if not torch.cuda.is_available():
-        raise Fault("bench needs an NVIDIA GPU, and torch sees none; `flashpatch audit` says more", MISSING)
+    if odd and (words := options.given("head_dims", "seqlens", "features")):
+        raise click.UsageError(f"--odd has shapes of its own; leave out {', '.join(words)}")
+    if features and (words := options.given("seqlens")):
+        raise click.UsageError(f"--features times four rows of 4096 tokens; leave out {', '.join(words)}")
+    roofline.take(device or "cuda")
     taken = ("float16", "bfloat16", "float32", *(() if features else ("float8_e4m3fn",)))
     if dtype not in (None, *taken):
         raise Fault(f"--dtype {dtype}: bench{' --features' if features else ''} times {', '.join(taken)}", USAGE)

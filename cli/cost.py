@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from . import charts, models, options, rendering
-from .rendering import DECLINED, HOLDS, USAGE, Fault
+from .rendering import DECLINED, HOLDS
 
 _SUFFIXES = {"k": 1024, "m": 1024**2}
 MOST = 1 << 24  # tokens, the longest context asked for and searched
@@ -35,8 +35,10 @@ class _Contexts(click.ParamType):
 
 
 @click.command("cost")
-@click.argument("model")
-@click.option("--gpu", metavar="NAME", default="h200", show_default=True, help="The GPU, here or not.")
+@click.argument("model", type=options.TEXT)
+@click.option(
+    "--gpu", type=options.GPU, metavar="NAME", default="h200", show_default=True, help="The GPU, here or not."
+)
 @click.option(
     "--context", "contexts", type=_Contexts(), default="8k,128k,1M", show_default=True, metavar="LIST",
     help="Tokens of a sequence; k is 1024, M 1024 k.",
@@ -50,7 +52,7 @@ class _Contexts(click.ParamType):
 @click.option("--memory", type=click.FloatRange(min=0, min_open=True), help="Memory of the GPU, GiB.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that MODEL brings along.")
 @options.dtype("The model's dtype; default: its configuration's.")
-@click.option("--html", metavar="FILE", help="Also write it as one page with charts.")
+@click.option("--html", type=options.TEXT, metavar="FILE", help="Also write it as one page with charts.")
 @options.as_json
 @options.json_schema("costing.CostReport")
 def command(
@@ -66,18 +68,15 @@ def command(
     \b
     flashpatch cost MODEL --gpu h200 --context 8k,128k,1M --price-per-gpu-hour 3.50
     """
-    from flashpatch import auditing, costing
+    from flashpatch import costing
 
     rendering.must_have_folder("--html", html)
     models.quiet()
-    try:
-        with models.translated():
-            report = costing.cost(
-                model, gpu=gpu, contexts=contexts, batch=batch, dtype=dtype, price_per_gpu_hour=price_per_gpu_hour,
-                tflops=tflops, bandwidth=bandwidth, memory=memory, trust_remote_code=trust_remote_code,
-            )  # fmt: skip
-    except auditing.UnknownGpu as error:
-        raise Fault(str(error), USAGE) from None
+    with models.translated():
+        report = costing.cost(
+            model, gpu=gpu, contexts=contexts, batch=batch, dtype=dtype, price_per_gpu_hour=price_per_gpu_hour,
+            tflops=tflops, bandwidth=bandwidth, memory=memory, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     code = DECLINED if report.undispatched or not report.layers else HOLDS
     if html:
         from . import html as pages

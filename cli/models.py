@@ -36,6 +36,7 @@ def translated():
 
 def quiet() -> None:
     """Keep the log, the bars and the warnings of loading out of the report; what is flashpatch's own is in it."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when huggingface_hub is imported
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

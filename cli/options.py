@@ -6,6 +6,7 @@ import json
 from functools import reduce
 
 import click
+from click.core import ParameterSource
 
 DTYPES = {
     "float16": "float16", "fp16": "float16", "half": "float16",
@@ -15,6 +16,44 @@ DTYPES = {
 }  # fmt: skip
 # Of kernels, not of models: their q, k and v never have it.
 EIGHT_BITS = {"float8_e4m3fn": "float8_e4m3fn", "fp8": "float8_e4m3fn"}
+
+
+class _Text(click.ParamType):
+    """Text that is there: an empty shell variable is not to pass for an option that was left out."""
+
+    name = "text"
+
+    def convert(self, value, parameter, context):
+        if not value:
+            self.fail("it is empty; give a value, or leave it out", parameter, context)
+        return value
+
+
+class _Gpu(click.ParamType):
+    name = "gpu"
+
+    def convert(self, value, parameter, context):
+        from flashpatch import planning
+
+        try:
+            planning.gpu(value)
+        except ValueError as error:
+            self.fail(str(error), parameter, context)
+        return value
+
+
+TEXT = _Text()
+GPU = _Gpu()
+
+
+def given(*names: str) -> list[str]:
+    """Which of these parameters the command line has, as they are typed."""
+    context = click.get_current_context()
+    return [
+        parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+        for parameter in context.command.params
+        if parameter.name in names and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
+    ]
 
 
 class _Dtype(click.ParamType):
@@ -53,14 +92,15 @@ class _Device(click.ParamType):
         return value
 
 
+DEVICE = _Device()
 device = click.option(
-    "--device", type=_Device(), metavar="DEVICE", help="cpu, cuda or cuda:N; default: the GPU if there is one."
+    "--device", type=DEVICE, metavar="DEVICE", help="cpu, cuda or cuda:N; default: the GPU if there is one."
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout instead of tables.")
 strict = click.option("--strict", is_flag=True, help="Exit with 3 if anything declined to run on a kernel.")
 
 
-def json_schema(*reports: str):
+def json_schema(*reports: str, what: str = "--json prints"):
     """`--json-schema`: print the schema of what `--json` prints, and leave. Reports are "module.Class"."""
 
     def show(context, parameter, value):
@@ -77,8 +117,11 @@ def json_schema(*reports: str):
         click.echo(json.dumps(kinds[0] if len(kinds) == 1 else {"oneOf": kinds}, indent=2))
         context.exit(0)
 
-    help = "Print the JSON Schema of what --json prints."
+    help = f"Print the JSON Schema of what {what}."
     return click.option("--json-schema", is_flag=True, is_eager=True, expose_value=False, callback=show, help=help)
+
+
+OF_MODELS = ("gguf_file", "trust_remote_code", "allow_pickle", "random_weights", "seqlen", "batch")
 
 
 def model_options(function):
@@ -86,14 +129,22 @@ def model_options(function):
     return reduce(
         lambda wrapped, option: option(wrapped),
         (
-            click.option("--gguf-file", metavar="NAME", help="Load the weights from this GGUF file of MODEL."),
+            click.option(
+                "--gguf-file", type=TEXT, metavar="NAME", help="Load the weights from this GGUF file of MODEL."
+            ),
             click.option("--trust-remote-code", is_flag=True, help="Run Python code that MODEL brings along."),
             click.option("--allow-pickle", is_flag=True, help="Accept weights in pickles, which can run any code."),
             click.option("--random-weights", is_flag=True, help="Build MODEL from its config alone, weights random."),
             click.option(
-                "--seqlen", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens per row."
+                "--seqlen",
+                type=click.IntRange(min=1),
+                default=128,
+                show_default=True,
+                help="Tokens in each row of MODEL's input.",
             ),
-            click.option("--batch", type=click.IntRange(min=1), default=2, show_default=True, help="Rows."),
+            click.option(
+                "--batch", type=click.IntRange(min=1), default=2, show_default=True, help="Rows of MODEL's input."
+            ),
         ),
         function,
     )

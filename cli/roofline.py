@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from . import charts, models, rendering
+from .options import DEVICE, TEXT, given
 from .rendering import HOLDS, MISMATCH, MISSING, USAGE, Fault
 
 
@@ -18,22 +19,34 @@ def options(function):
         "--roofline", is_flag=True, help="Measure ceilings first; every variant, counted work, what bounds it."
     )
     @click.option(
-        "--model", metavar="MODEL", help="With --roofline: the attention shapes of MODEL (its config is enough)."
+        "--model",
+        type=TEXT,
+        metavar="MODEL",
+        help="With --roofline: the attention shapes of MODEL (its config is enough).",
     )
     @click.option("--full", is_flag=True, help="With --roofline: without a causal mask.")
     @click.option("--tokens", type=click.IntRange(min=1), default=16384, show_default=True, help="Batch times seqlen.")
     @click.option(
-        "--device", type=click.Choice(["cuda", "cpu"]), help="With --roofline: default the GPU if there is one."
+        "--device",
+        type=DEVICE,
+        metavar="DEVICE",
+        help="cuda, cuda:N or, with --roofline, cpu; default: the GPU if there is one.",
     )
-    @click.option("--html", metavar="FILE", help="With --roofline: write the report as one HTML file.")
-    @click.option("--svg", metavar="FILE", help="With --roofline: write the plot as an SVG file.")
+    @click.option("--html", type=TEXT, metavar="FILE", help="With --roofline: write the report as one HTML file.")
+    @click.option("--svg", type=TEXT, metavar="FILE", help="With --roofline: write the plot as an SVG file.")
     @wraps(function)
     def wrapped(*arguments, roofline, model, full, tokens, device, html, svg, **keywords):
-        if not roofline and (model or full or device or html or svg or tokens != 16384):
-            raise click.UsageError("--model, --full, --tokens, --device, --html and --svg belong to --roofline")
         if roofline:
+            if words := given("odd", "features"):
+                raise click.UsageError(f"--roofline and {', '.join(words)} are different measurements; leave one out")
             raise SystemExit(report(model, full, tokens, device, html, svg, **keywords))
-        return function(*arguments, **keywords)
+        if words := given("model", "full", "tokens", "html", "svg"):
+            raise click.UsageError(f"{', '.join(words)} goes with --roofline; add that")
+        if device == "cpu":
+            raise click.UsageError(
+                "bench times kernels on a GPU; torch's own attention on the CPU: flashpatch bench --roofline --device cpu"
+            )
+        return function(*arguments, device=device, **keywords)
 
     return wrapped
 
@@ -49,10 +62,9 @@ def report(model, full, tokens, device, html, svg, *, head_dims, seqlens, rounds
     models.quiet()
     usable = torch.version.cuda is not None and torch.cuda.is_available()
     device = device or ("cuda" if usable else "cpu")
-    if device == "cuda" and not usable:
-        raise Fault(
-            "torch sees no GPU; `flashpatch audit` says more, --device cpu times torch's own on the CPU", MISSING
-        )
+    if device != "cpu":
+        take(device, "; --device cpu times torch's own on the CPU")
+        device = "cuda"
     if dtype == "float8_e4m3fn":
         raise Fault("--roofline counts kernels of float16, bfloat16 and float32; leave it out for float8_e4m3fn", USAGE)
     dtype = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
@@ -87,6 +99,18 @@ def report(model, full, tokens, device, html, svg, *, head_dims, seqlens, rounds
     else:
         _print(done, failed)
     return code
+
+
+def take(device: str, otherwise: str = "") -> None:
+    """Make a GPU the current one, or say that it is not there."""
+    import torch
+
+    index = int(device.partition(":")[2] or 0)
+    if not (torch.version.cuda and torch.cuda.is_available()) or index >= torch.cuda.device_count():
+        raise Fault(
+            f"bench needs an NVIDIA GPU, and torch sees no {device}; `flashpatch audit` says more{otherwise}", MISSING
+        )
+    torch.cuda.set_device(index)
 
 
 def _shapes_of(name: str, seqlens) -> list:

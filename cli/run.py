@@ -42,9 +42,11 @@ class RunReport:
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--override", is_flag=True, help="Also replace implementations that the script asks for by name.")
 @click.option("--strict", is_flag=True, help="Make every decline an error inside the script.")
-@click.option("--report", "report_file", metavar="FILE", help="Also write the report as JSON to FILE.")
-@options.json_schema("cli.run.RunReport")
-@click.argument("script")
+@click.option(
+    "--report", "report_file", type=options.TEXT, metavar="FILE", help="Also write the report as JSON to FILE."
+)
+@options.json_schema("cli.run.RunReport", what="--report writes")
+@click.argument("script", type=options.TEXT)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(as_module, override, strict, report_file, script, arguments):
     """Run SCRIPT with its ARGUMENTS as python would, every transformers model it builds on flashpatch, and print what
@@ -53,6 +55,8 @@ def command(as_module, override, strict, report_file, script, arguments):
     Processes that SCRIPT starts are not covered; with a launcher, start this command in each of them:
     torchrun --no-python flashpatch run train.py
     """
+    if script.startswith("-"):
+        raise click.UsageError(f"run has no option {script}; options of SCRIPT come after it")
     if as_module:
         sys.path[0] = os.getcwd()
         _must_exist(script)

@@ -8,6 +8,7 @@ from functools import wraps
 import click
 
 from . import models, rendering
+from .options import TEXT
 from .rendering import DECLINED, HOLDS, USAGE, Fault
 
 
@@ -35,7 +36,10 @@ def options(function):
 
     @click.option("--trace", is_flag=True, help="Load and run MODEL once and show what computed each attention.")
     @click.option(
-        "--profile", metavar="FILE", help="Classify the attention kernels of a torch profiler trace (.json, .gz)."
+        "--profile",
+        type=TEXT,
+        metavar="FILE",
+        help="Classify the attention kernels of a torch profiler trace (.json, .gz).",
     )
     @click.option("--patch", is_flag=True, help="With --trace: apply flashpatch first.")
     @click.option("--compile", is_flag=True, help="With --trace: run MODEL under torch.compile.")

@@ -9,21 +9,31 @@ from .rendering import DECLINED, HOLDS, MISMATCH, MISSING, USAGE, Fault
 
 
 @click.command("verify")
-@click.argument("model", required=False)
+@click.argument("model", required=False, type=options.TEXT)
 @click.option("--emulate", is_flag=True, help="Run the kernels in the CPU emulator even where there is a GPU.")
-@click.option("--gpu", metavar="NAME", help="The GPU whose kernels are emulated (h200, sm_90); default: A100.")
+@click.option(
+    "--gpu", type=options.GPU, metavar="NAME", help="The GPU whose kernels are emulated (h200, sm_90); default: A100."
+)
 @click.option("--require-gpu", is_flag=True, help="Exit with 3 where no GPU runs the kernels.")
 @click.option("--quick", is_flag=True, help="Only the most used head dims, one size each.")
 @click.option("--no-backward", is_flag=True, help="With MODEL: leave the gradients out.")
 @click.option("--record", is_flag=True, help="Write tests/evidence/<gpu>.json from this run (a GPU and a checkout).")
 @click.option("--demote", is_flag=True, help="Set what has no valid evidence to compiled in compat_matrix.yaml.")
 @click.option(
-    "--capture", metavar="FILE", help="With MODEL: write the attention call that differs first (or the first) there."
+    "--capture",
+    type=options.TEXT,
+    metavar="FILE",
+    help="With MODEL: write the attention call that differs first (or the first) there.",
 )
 @click.option(
-    "--layer", metavar="MODULE", help="With --capture: the attention module whose call is written, by path or number."
+    "--layer",
+    type=options.TEXT,
+    metavar="MODULE",
+    help="With --capture: the attention module whose call is written, by path or number.",
 )
-@click.option("--replay", metavar="FILE", help="Run a captured call again and compare it with the reference.")
+@click.option(
+    "--replay", type=options.TEXT, metavar="FILE", help="Run a captured call again and compare it with the reference."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all inputs.")
 @options.strict
 @options.dtype("Only this dtype; with MODEL: the model's dtype.", of_kernels=True)
@@ -46,13 +56,16 @@ def command(
     (--gpu NAME: with that GPU's kernels).
     """
     if replay:
-        if model or record or demote or quick or capture:
-            raise click.UsageError("--replay needs no MODEL, and none of --record, --demote, --quick, --capture")
+        others = ("model", "record", "demote", "quick", "capture", "layer", "no_backward", "seed", "strict", "dtype")
+        if words := options.given(*others, *options.OF_MODELS):
+            raise click.UsageError(f"--replay runs one captured call as it was; leave out {', '.join(words)}")
         raise SystemExit(_replay(replay, emulate, gpu, require_gpu, device, as_json))
     if (capture or layer) and model is None:
         raise click.UsageError("--capture and --layer are about one call of a MODEL; name it")
     if layer and not capture:
         raise click.UsageError("--layer says which call --capture writes; add --capture FILE")
+    if model is None and (words := options.given("no_backward", *options.OF_MODELS)):
+        raise click.UsageError(f"{', '.join(words)} goes with a MODEL; name one")
     if demote and not record:
         _demote()
         return
@@ -105,6 +118,8 @@ def _kernels(emulate, gpu, require_gpu, quick, record, demote, seed, strict, dty
 
 def _print_kernels(report, passed: int, failed: int, left_out: list) -> None:
     click.echo(f"{report.device}, {report.generation}: {report.statement}")
+    if not report.cells:
+        return
     groups: dict[tuple, list] = {}
     for cell in report.cells:
         groups.setdefault((cell.cell.split("/")[0], cell.dtype, cell.head_dim), []).append(cell)
@@ -154,13 +169,13 @@ def _record(report, device) -> None:
 
 
 def _demote() -> None:
-    from flashpatch import evidence, planning
+    from flashpatch import evidence, planning, support_matrix
 
     try:
         folder = evidence.folder()
     except FileNotFoundError as error:
         raise Fault(f"--demote: {error}", USAGE) from None
-    path = planning.find("compat_matrix.yaml")
+    path = support_matrix.find("compat_matrix.yaml")
     stale = evidence.stale_cells(planning.support(), folder)
     text, changes = evidence.demote(path.read_text(encoding="utf-8"), stale)
     if changes:
@@ -227,7 +242,7 @@ def _replay(file, emulate, gpu, require_gpu, device, as_json) -> int:
 
 
 def _model(name, require_gpu, strict, no_backward, capture, layer, seed, dtype, device, as_json, load) -> int:
-    from flashpatch import captures, model_verification
+    from flashpatch import captures, difference_explanations, model_verification
 
     with models.translated():
         loaded, inputs = models.load(name, dtype=dtype, device=device, patched=False, padding="left", seed=seed, **load)
@@ -237,7 +252,7 @@ def _model(name, require_gpu, strict, no_backward, capture, layer, seed, dtype, 
                     loaded, inputs, name=name, backward=not no_backward, seed=seed, capture=capture, layer=layer,
                     advance=advance,
                 )  # fmt: skip
-            except (captures.CaptureError, model_verification.NothingToCaptureError) as error:
+            except (captures.CaptureError, difference_explanations.NothingToCaptureError) as error:
                 raise Fault(str(error), USAGE) from None
     code, why = _model_code(report, require_gpu, strict)
     if as_json:

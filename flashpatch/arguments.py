@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
+from collections.abc import Hashable
 
 import torch
 
@@ -12,16 +13,16 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.f
 
 
 def check(
-    q, k, v, *, causal, softmax_scale, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, cu_seqlens_q,
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline, descales=None,
+    q, k, v, *, causal, softmax_scale, window_size, softcap, bias, mask, key_ranges, alibi_slopes, sinks, dropout_p, deterministic,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, on_decline, descales=None,
 ) -> list[str]:  # fmt: skip
     """Everything wrong with one call's arguments, each with its value and what is allowed; empty when nothing is."""
     problems: list[str] = []
     descales = descales or {}
-    _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, on_decline)
+    _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, deterministic, on_decline)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length is not None and (not isinstance(length, _INTEGERS) or isinstance(length, bool)):
-            problems.append(f"{name} is {_value(length)}; an int is needed")
+        if length is not None and not (is_integer(length) and length >= 0):
+            problems.append(f"{name} is {_value(length)}; an int is needed, 0 or more")
     for name, tensor in (
         ("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask), ("key_ranges", key_ranges),
         ("alibi_slopes", alibi_slopes), ("sinks", sinks), ("cu_seqlens_q", cu_seqlens_q),
@@ -29,12 +30,13 @@ def check(
     ):  # fmt: skip
         if tensor is None and name not in "qkv":
             continue
-        if not isinstance(tensor, torch.Tensor):
-            problems.append(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
-        elif tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
-            hint = "; sequences of different lengths go end to end with cu_seqlens" if tensor.is_nested else ""
-            problems.append(f"{name} is a {kind} tensor; a dense (strided) one is needed{hint}")
+        if problem := not_dense(name, tensor):
+            hint = (
+                "; sequences of different lengths go end to end with cu_seqlens"
+                if getattr(tensor, "is_nested", False)
+                else ""
+            )
+            problems.append(problem + hint)
     if problems:
         return problems
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -60,6 +62,16 @@ def check(
     return problems
 
 
+def not_dense(name: str, value) -> str:
+    """Why a value is no tensor that a kernel or torch's ordinary operators can compute with; empty if it is one."""
+    if not isinstance(value, torch.Tensor):
+        return f"{name} is {type(value).__name__}, not a torch.Tensor"
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.layout is torch.strided else str(value.layout).removeprefix("torch.")
+        return f"{name} is a {kind} tensor; a dense (strided) one is needed"
+    return ""
+
+
 def _shape(tensor: torch.Tensor) -> str:
     return "[" + ", ".join(map(str, tensor.shape)) + "]"
 
@@ -68,18 +80,32 @@ def _value(value) -> str:
     return repr(value) if isinstance(value, (str, int, float, tuple, list)) or value is None else type(value).__name__
 
 
-_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
+NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 _INTEGERS = (numbers.Integral, torch.SymInt)
 
 
-def _check_scalars(problems, causal, softmax_scale, window_size, softcap, dropout_p, on_decline) -> None:
-    if not isinstance(causal, (bool, torch.SymBool)) and causal not in (0, 1):
-        problems.append(f"causal is {_value(causal)}; True or False is needed")
-    if softmax_scale is not None and not (isinstance(softmax_scale, _NUMBERS) and math.isfinite(softmax_scale)):
+def is_integer(value) -> bool:
+    return isinstance(value, _INTEGERS) and not isinstance(value, bool)
+
+
+def _is_truth(value) -> bool:
+    """True, False or what equals them, as NumPy's and 0 and 1 do. Not a tensor, whose value is not to be waited for."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return True
+    return isinstance(value, Hashable) and not isinstance(value, torch.Tensor) and value in (0, 1)
+
+
+def _check_scalars(
+    problems, causal, softmax_scale, window_size, softcap, dropout_p, deterministic, on_decline
+) -> None:  # fmt: skip
+    for name, value in (("causal", causal), ("deterministic", deterministic)):
+        if not _is_truth(value):
+            problems.append(f"{name} is {_value(value)}; True or False is needed")
+    if softmax_scale is not None and not (isinstance(softmax_scale, NUMBERS) and math.isfinite(softmax_scale)):
         problems.append(f"softmax_scale is {_value(softmax_scale)}; it must be finite, or None for head_dim ** -0.5")
-    if not (isinstance(dropout_p, _NUMBERS) and 0.0 <= dropout_p < 1.0):
+    if not (isinstance(dropout_p, NUMBERS) and 0.0 <= dropout_p < 1.0):
         problems.append(f"dropout_p is {_value(dropout_p)}; it must be in [0, 1)")
-    if not (isinstance(softcap, _NUMBERS) and 0.0 <= softcap < math.inf):
+    if not (isinstance(softcap, NUMBERS) and 0.0 <= softcap < math.inf):
         problems.append(f"softcap is {_value(softcap)}; it must be finite and positive, or 0 for none: a number")
     if not _is_window(window_size):
         problems.append(
@@ -93,7 +119,7 @@ def _is_window(window_size) -> bool:
     return (
         isinstance(window_size, (tuple, list))
         and len(window_size) == 2
-        and all(isinstance(reach, _INTEGERS) and reach >= -1 for reach in window_size)
+        and all(is_integer(reach) and reach >= -1 for reach in window_size)
     )
 
 

@@ -20,10 +20,6 @@ class NoSuchDevice(RuntimeError):
     """The torch device asked for is not here."""
 
 
-class UnknownGpu(ValueError):
-    """`--gpu` names none that is known; the text lists those that are."""
-
-
 @dataclass(frozen=True)
 class Choice:
     """What one direction of a module's attention runs on."""
@@ -220,11 +216,8 @@ def _module_audit(call: dry_runs.Traced, target: Device | Reason) -> ModuleAudit
 
 
 def _target(gpu: str | None, device: str | None) -> tuple[Device | Reason, str]:
-    if gpu:
-        try:
-            target = planning.gpu(gpu)
-        except ValueError as error:
-            raise UnknownGpu(str(error)) from None
+    if gpu is not None:
+        target = planning.gpu(gpu)
         return target, f"Support on {_titled(target)}, which need not be here:"
     usable = torch.version.cuda is not None and torch.cuda.is_available()
     here = torch.device(device or ("cuda" if usable else "cpu"))

@@ -28,7 +28,6 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-VARIANTS = ("flashpatch", "flashpatch_tf32", "flashpatch_bf16", *SDPA_BACKENDS, "fa3", "eager")
 # The side of the square matrices whose product in the inputs' dtype is the ceiling.
 CEILING_SIZE = 8192
 

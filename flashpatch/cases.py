@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import planning
+from . import planning, support_matrix
 from .call import DESCALES, Call
 from .problem import SCALED, Device, Plan, Problem
 
@@ -49,7 +49,7 @@ VALUES = ("normal", "large")
 LAYOUTS = ("contiguous", "transposed", "sliced")
 
 
-def claimed(device: Device) -> dict[str, planning.Cell]:
+def claimed(device: Device) -> dict[str, support_matrix.Cell]:
     """The cells the matrix claims for a device, by name."""
     return {cell.name: cell for cell in planning.support().cells.values() if cell.generation == device.generation}
 

@@ -20,8 +20,9 @@ import threading
 import time
 from pathlib import Path
 
-from .planning import find
+from .kernel_constants import constants
 from .problem import Config, Device, Reason
+from .support_matrix import find
 
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
@@ -38,28 +39,6 @@ class CompileError(RuntimeError):
 
 
 # ---- what is compiled ----
-
-
-def constants(config: Config) -> str:
-    """The Config as C++ constants, put in front of the kernel's source (`head_dim` -> `kHeadDim`)."""
-    lines = [
-        f"constexpr bool kIs{name} = {str(config.dtype in dtypes).lower()};"
-        for name, dtypes in (
-            ("Bf16", ("bfloat16", "float8_e4m3fn")),  # numbers of 16 bits, which out of 8 bits has
-            ("Fp32", ("float32",)),
-            ("E4m3", ("float8_e4m3fn",)),
-        )
-    ]
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in ("kernel", "dtype"):
-            continue
-        name = "k" + "".join(part.capitalize() for part in field.name.split("_"))
-        if isinstance(value, bool):
-            lines.append(f"constexpr bool {name} = {str(value).lower()};")
-        else:
-            lines.append(f"constexpr int {name} = {value};")
-    return "\n".join(lines) + "\n"
 
 
 @functools.cache
@@ -115,6 +94,7 @@ def check_sources(kernel: str) -> None:
     _reachable(_kernel_text(kernel))
 
 
+@functools.cache
 def _significant(text: str) -> str:
     """Source without comments and blank space at line ends: editing those does not change what is compiled."""
     text = re.sub(r"/\*.*?\*/", " ", text, flags=re.DOTALL)

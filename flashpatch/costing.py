@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy
 import yaml
 
-from . import auditing, dry_runs, planning
+from . import dry_runs, planning, support_matrix
 from .problem import Decline
 
 ELEMENT_BYTES = {**planning.ELEMENT_BYTES, "float64": 8}
@@ -118,15 +118,12 @@ class CostReport:
 
 @functools.lru_cache(maxsize=1)
 def _measured() -> dict:
-    return yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))["ceilings"]
+    return yaml.safe_load(support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8"))["ceilings"]
 
 
 def ceilings(gpu: str, *, tflops=None, bandwidth=None, memory=None) -> tuple[Ceilings, dict]:
     """A GPU's ceilings (TFLOP/s, TB/s, GiB where given) and the measured speeds of attention on it, {} if there are none."""
-    try:
-        device = planning.gpu(gpu)
-    except ValueError as error:
-        raise auditing.UnknownGpu(str(error)) from None
+    device = planning.gpu(gpu)
     found = _measured().get(device.name, {})
     own = not (tflops or bandwidth)
     memory = memory or found.get("memory_gib")
@@ -344,7 +341,7 @@ def cost(
     """What attention of `model` (a module, a configuration, a hub id or a folder) costs at each context length.
 
     `tflops`, `bandwidth` (TB/s) and `memory` (GiB) stand for a GPU that nobody measured, or replace what was.
-    Raises auditing.UnknownGpu, models.ModelError.
+    Raises ValueError for an unknown GPU, models.ModelError.
     """
     limits, speeds = ceilings(gpu, tflops=tflops, bandwidth=bandwidth, memory=memory)
     facts = dry_runs.facts(model, dtype=dtype, **load)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import execution, models, ops, patcher
+from . import execution, models, operators, patcher
 from .problem import DeclinedError, Problem
 
 
@@ -178,7 +178,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.flashpatch.attention_forward.default:
             q, k, v, *arguments, _, layer = args
-            call = ops.expanded(ops.call_of(*arguments), q, k)
+            call = operators.expanded(operators.call_of(*arguments), q, k)
             dtype = str(q.dtype).removeprefix("torch.")
             problem = Problem("forward", dtype, q.shape[-1], v.shape[-1], execution.features(q, k, v, call))
             self.problems.append((layer, problem))

@@ -6,38 +6,21 @@ copies arrive only at their wait, shared memory starts as NaN, unordered accesse
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
-import functools
-import hashlib
-import importlib.util
 import os
-import platform
-import re
-import shlex
-import shutil
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from .planning import find
-from .problem import Config, Reason
+from .emulator_builds import BuildError, Patch, available, build
+from .problem import Config
 
-FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w")
-MACHINE_FLAGS = ("-O2",)
-KERNEL_FLAGS = ("-O1",)  # builds in 0.6 of the time of -O2, and small cases run no slower
 PARAMS_LIMIT = 4096
 # TensorMapFields of emulation/machine_sm90.h
 _TENSOR_MAP = struct.Struct("=QQ4Q5I5I3I28x")
 _TENSOR_MAP_MAGIC = 0x70616D726F736E65
-Patch = Callable[[str, str], str]
-# Unrolling costs compile time and buys nothing here; the line stays, so that line numbers do.
-_UNROLL = re.compile(r"^#pragma unroll.*$", re.MULTILINE)
 
 
 class EmulationError(RuntimeError):
@@ -51,17 +34,6 @@ class EmulationError(RuntimeError):
 
     def __reduce__(self):
         return type(self), (self.kernel, self.entry, self.block, self.thread, self.site, self.what)
-
-
-class BuildError(RuntimeError):
-    """The C++ compiler refused a kernel, or there is none. `reason` says what to type."""
-
-    def __init__(self, reason: Reason, log: str = ""):
-        super().__init__(f"{reason.text}\n{log}".strip())
-        self.reason, self.log = reason, log
-
-    def __reduce__(self):
-        return type(self), (self.reason, self.log)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,231 +50,6 @@ class Counters:
         for (instruction, _), count in self.executions.items():
             totals[instruction] = totals.get(instruction, 0) + count
         return totals
-
-
-# ---- the compiler ----
-
-
-@functools.cache
-def find_compiler(configured: str | None) -> tuple[str, ...] | None:
-    """The command of a C++ compiler: FLASHPATCH_CXX, g++, clang++ or the `ziglang` package, in this order."""
-    if configured:
-        command = tuple(shlex.split(configured))
-        return command if shutil.which(command[0]) else None
-    for name in ("g++", "clang++"):
-        if shutil.which(name):
-            return (name,)
-    if importlib.util.find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "c++")
-    return None
-
-
-def _compiler() -> tuple[str, ...]:
-    reason = available()
-    if reason is not None:
-        raise BuildError(reason)
-    return find_compiler(os.environ.get("FLASHPATCH_CXX"))
-
-
-def available() -> Reason | None:
-    """None if kernels can be emulated here, else why not and what to type."""
-    configured = os.environ.get("FLASHPATCH_CXX")
-    if os.name != "posix":
-        return Reason("no_emulator", f"the CPU emulator needs Linux or another POSIX system, this is {sys.platform}")
-    if command := find_compiler(configured):
-        if _compiles(command):
-            return None
-        name = f"FLASHPATCH_CXX={configured}" if configured else command[0]
-        return Reason("no_compiler", f"{name} does not compile C++; set FLASHPATCH_CXX to a compiler that does")
-    if configured:
-        return Reason("no_compiler", f"FLASHPATCH_CXX={configured}: there is no such compiler; unset it or correct it")
-    return Reason("no_compiler", "no C++ compiler was found; type: apt install g++   or: pip install ziglang")
-
-
-@functools.cache
-def _signature(compiler: tuple[str, ...]) -> str:
-    """What decides the machine code besides the sources: the compiler's version, this CPU, the flags."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    cpu = platform.machine() + platform.processor()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu += next(line for line in lines if line.startswith(("flags", "Features")))
-    return repr((version, cpu, compiler, FLAGS, MACHINE_FLAGS, KERNEL_FLAGS, _pattern_flags(compiler)))
-
-
-@functools.cache
-def _compiles(compiler: tuple[str, ...]) -> bool:
-    """Whether a command takes C++ at all and says so of an error."""
-
-    def accepts(program: str) -> bool:
-        command = (*compiler, "-std=c++17", "-fsyntax-only", "-x", "c++", "-")
-        try:
-            return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
-        except OSError:
-            return False
-
-    return accepts("int one = 1;") and not accepts("int one = ;")
-
-
-@functools.cache
-def _pattern_flags(compiler: tuple[str, ...]) -> tuple[str, ...]:
-    """The flag that fills uninitialised arrays with garbage, where the compiler has it (g++ 12, clang)."""
-    flag = "-ftrivial-auto-var-init=pattern"
-    command = (*compiler, flag, "-fsyntax-only", "-x", "c++", os.devnull)
-    return (flag,) if subprocess.run(command, capture_output=True, check=False).returncode == 0 else ()
-
-
-def _native() -> str:
-    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-
-
-def _run(command: Sequence[str], what: str, folder: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-    if done.returncode:
-        raise BuildError(Reason("compile_failed", f"{what} does not compile for the CPU ({command[0]})"), done.stderr)
-
-
-# ---- what is compiled ----
-
-
-def constants(config: Config) -> str:
-    """The Config as C++ constants, put in front of the kernel's source (`head_dim` -> `kHeadDim`)."""
-    lines = [
-        f"constexpr bool kIs{name} = {str(config.dtype in dtypes).lower()};"
-        for name, dtypes in (
-            ("Bf16", ("bfloat16", "float8_e4m3fn")),  # numbers of 16 bits, which out of 8 bits has
-            ("Fp32", ("float32",)),
-            ("E4m3", ("float8_e4m3fn",)),
-        )
-    ]
-    for field in dataclasses.fields(config):
-        if field.name not in ("kernel", "dtype"):
-            value = getattr(config, field.name)
-            kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
-            name = "k" + "".join(part.capitalize() for part in field.name.split("_"))
-            lines.append(f"constexpr {kind} {name} = {text};")
-    return "\n".join(lines) + "\n"
-
-
-@functools.cache
-def _read_sources(folder: Path | None) -> dict[str, str]:
-    """Headers and kernels by name, those in `emulation/` in place of their namesakes."""
-    root = find("cuda_src")
-    texts = {}
-    for place in (root, folder or root, root / "emulation"):
-        for path in sorted(place.glob("*.*")):
-            if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
-                texts[path.name] = _UNROLL.sub("", path.read_text(encoding="utf-8"))
-    return texts
-
-
-def _staged(folder: Path | None, patch: Patch | None) -> dict[str, str]:
-    texts = _read_sources(folder)
-    return {name: patch(name, text) for name, text in texts.items()} if patch else texts
-
-
-def _kernel_source(config: Config, text: str) -> str:
-    """The translation unit of a Config: constants, the kernel file, and a C entry for each kernel in it."""
-    entries = re.findall(r"^KERNEL\(.*\)\s*(\w+)\s*\(", text, re.MULTILINE)
-    entries = entries or [f"attention_{config.kernel}"]  # of a kernel it includes, renamed
-    export = 'extern "C" __attribute__((visibility("default")))'
-    tail = "".join(
-        f"{export} void flashpatch_enter_{entry}(const void* params) {{ emulation::enter({entry}, params); }}\n"
-        f"{export} unsigned flashpatch_params_{entry}() {{ return emulation::params_bytes({entry}); }}\n"
-        f"{export} unsigned flashpatch_alignment_{entry}() {{ return emulation::params_alignment({entry}); }}\n"
-        for entry in entries
-    )
-    return f'{constants(config)}#line 1 "{config.kernel}.cu"\n{text}\n{tail}'
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-# ---- building, with a cache on disk ----
-
-
-def _cache_folder() -> Path:
-    """A folder that only this user can read or write; a temporary one where there is none."""
-    base = os.environ.get("FLASHPATCH_CACHE_DIR")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashpatch"
-    folder = (Path(base).absolute() if base else home) / "emulator"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return _temporary_folder()
-
-
-@functools.lru_cache(maxsize=1)
-def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="flashpatch-emulator-"))
-
-
-def _intact(path: Path) -> bool:
-    """Whether an entry is whole: its last 32 bytes are the SHA-256 of the rest (loaders ignore what follows an ELF)."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-
-def _cached(name: str, build: Callable[[str], Path]) -> Path:
-    """The cache entry of that name, made by `build(folder)` if it is missing or damaged."""
-    path = _cache_folder() / name
-    if _intact(path):
-        return path
-    with tempfile.TemporaryDirectory(prefix="flashpatch-build-") as folder:
-        content = build(folder).read_bytes()
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content + hashlib.sha256(content).digest())
-    os.replace(file.name, path)
-    return path
-
-
-def _build_machine(texts: dict[str, str], compiler: tuple[str, ...]) -> Path:
-    """The machine itself, compiled once for all kernels."""
-    sources = {name: text for name, text in texts.items() if name.endswith((".h", ".cpp"))}
-
-    def build(folder: str) -> Path:
-        for name, text in sources.items():
-            Path(folder, name).write_text(text, encoding="utf-8")
-        unit = "".join(f'#include "{name}"\n' for name in sorted(sources) if name.endswith(".cpp"))
-        Path(folder, "all.cc").write_text(unit, encoding="utf-8")
-        command = [*compiler, *FLAGS, *MACHINE_FLAGS, _native(), "-c", "all.cc", "-o", "machine.o"]
-        _run(command, "the emulator", folder)
-        return Path(folder, "machine.o")
-
-    with _locks.setdefault("machine", threading.Lock()):
-        return _cached(f"machine-{_digest(_signature(compiler), sources)}.o", build)
-
-
-def _build(config: Config, texts: dict[str, str]) -> Path:
-    """The shared object of a Config."""
-    compiler = _compiler()
-    machine = _build_machine(texts, compiler)
-    name = f"{config.kernel}.cu"
-    if name not in texts:
-        known = ", ".join(sorted(n for n in texts if n.endswith(".cu"))) or "none"
-        raise BuildError(Reason("no_kernel", f"there is no kernel source {name} (there are: {known})"))
-    unit = _kernel_source(config, texts[name])
-    kernels = re.findall(r'^#include "(\w+\.cu)"', texts[name], re.MULTILINE)
-    headers = {name: text for name, text in texts.items() if name.endswith((".cuh", ".h")) or name in kernels}
-
-    def build(folder: str) -> Path:
-        for name, text in {**headers, "kernel.cc": unit}.items():
-            Path(folder, name).write_text(text, encoding="utf-8")
-        shared = ("-shared", "-Wl,-Bsymbolic") if sys.platform != "darwin" else ("-shared",)
-        flags = (*FLAGS, *KERNEL_FLAGS, *_pattern_flags(compiler), *shared)
-        command = [*compiler, *flags, "kernel.cc", "-x", "none", str(machine), "-lm", "-o", "kernel.so"]
-        _run(command, f"{config.kernel} ({config})", folder)
-        return Path(folder, "kernel.so")
-
-    return _cached(f"{config.kernel}-{_digest(_signature(compiler), machine.name, unit, headers)}.so", build)
 
 
 # ---- tensor maps ----
@@ -498,7 +245,7 @@ def time_limit() -> float:
 
 
 _libraries: dict[object, _Library] = {}  # by (Config, folder), and by path
-_locks: dict[object, threading.Lock] = {}  # of what is being built, by the same keys; "machine": the machine itself
+_locks: dict[object, threading.Lock] = {}  # of what is being built, by the same keys
 
 
 def load(config: Config, *, seed: int | None = None, patch: Patch | None = None, folder: Path | None = None) -> Kernel:
@@ -517,7 +264,9 @@ def _library(config: Config, patch: Patch | None, folder: Path | None) -> _Libra
     if (library := _libraries.get(key)) is None:
         with _locks.setdefault(key, threading.Lock()):
             if (library := _libraries.get(key)) is None:
-                path = _build(config, _staged(folder, patch))
+                if reason := available():
+                    raise BuildError(reason)
+                path = build(config, patch, folder)
                 with _locks.setdefault(path, threading.Lock()):
                     if (library := _libraries.get(path)) is None:
                         library = _libraries[path] = _Library(path)

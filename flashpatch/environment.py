@@ -14,7 +14,7 @@ from typing import Annotated
 
 import torch
 
-from . import compiler, emulator, execution, planning
+from . import compiler, emulator, emulator_builds, execution, planning
 from .problem import Device, Reason
 
 
@@ -190,7 +190,7 @@ def _emulator() -> list[Fault]:
 
 
 def _cxx() -> str | None:
-    command = emulator.find_compiler(os.environ.get("FLASHPATCH_CXX"))
+    command = emulator_builds.find_compiler(os.environ.get("FLASHPATCH_CXX"))
     return " ".join(command) if command and not emulator.available() else None
 
 

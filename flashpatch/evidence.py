@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from . import kernel_sets, planning
+from . import kernel_sets, planning, support_matrix
 from .cases import cases
 from .problem import Decline, Device, Problem
 from .verification import KernelReport, strain
@@ -17,7 +17,7 @@ from .verification import KernelReport, strain
 
 def folder() -> Path:
     """Where evidence lives in a checkout. Raises FileNotFoundError in an installed package, which has none."""
-    root = planning.find("compat_matrix.yaml").parent
+    root = support_matrix.find("compat_matrix.yaml").parent
     tests = root / "tests"
     if not tests.is_dir():
         raise FileNotFoundError(
@@ -108,20 +108,23 @@ def file_name(device: Device) -> str:
     return "-".join(words) or device.generation
 
 
-def stale_cells(matrix: planning.Matrix, source: Path) -> dict[str, str]:
+def stale_cells(matrix: support_matrix.Matrix, source: Path) -> dict[str, str]:
     """Verified cells whose evidence is missing or is about other code, each with the reason."""
-    stale = {}
-    for cell in matrix.cells.values():
-        if cell.status == "verified" and (reason := _fault(cell, source)):
-            stale[cell.name] = reason
-    return stale
+    verified = [cell for cell in matrix.cells.values() if cell.status == "verified"]
+    contents = {name: _content(source / Path(name).name) for name in {cell.evidence for cell in verified}}
+    return {cell.name: reason for cell in verified if (reason := _fault(cell, contents[cell.evidence]))}
 
 
-def _fault(cell: planning.Cell, source: Path) -> str:
-    path = source / Path(cell.evidence).name
+def _content(path: Path) -> dict | None:
+    """What an evidence file holds, or None where it is missing or unreadable."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return None
+
+
+def _fault(cell: support_matrix.Cell, content: dict | None) -> str:
+    if content is None:
         return f"{cell.evidence} is missing or unreadable"
     if "stands_for" in content:
         return f"{cell.evidence} is of a GPU that stood in for another; nothing is verified by that"

@@ -1,6 +1,6 @@
 """One attention call at run time: plan it, run it on a kernel, count it; or name why not and compute it exactly.
 
-This is the body of the operators in `ops`. It is never traced, so it may count, warn and fall back.
+This is the body of the operators in `operators`. It is never traced, so it may count, warn and fall back.
 """
 
 from __future__ import annotations

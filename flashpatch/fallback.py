@@ -12,54 +12,9 @@ import math
 
 import torch
 
-from flashpatch.call import Call, out_dtype
-
-# Scores held at once over all batches and heads. On a CPU 2^20 fp32 scores stay near the caches and still keep small
-# problems in one tile; a GPU needs larger tiles to be busy, and 2^24 fp32 scores are 64 MiB.
-TILE_SCORES_CPU = 1 << 20
-TILE_SCORES = 1 << 24
-# Query rows per tile: enough to pay for loading a key tile, few enough that causal really skips half of the tiles.
-TILE_ROWS = 128
-TILE_MINIMUM = 64
-
-_LOW_32 = 0xFFFFFFFF
-# Of dropout, as cuda_src/dropout.cuh has them.
-MULTIPLIERS = (
-    *(0x243F6A80, 0x85A308D1, 0x13198A22, 0x03707343),
-    *(0xA4093824, 0x299F31D5, 0x082EFA96, 0xEC4E6C87),
-    *(0x452821E8, 0x38D01379, 0xBE5466CA, 0x34E90C6B),
-    *(0xC0AC29BC, 0xC97C50DD, 0x3F84D5BE, 0xB547091F),
-)
-
-
-def philox(counter, key):
-    """Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-
-    `counter` is four and `key` two int64 tensors that broadcast, each with values in [0, 2^32);
-    returns the four output words as int64 tensors with values in [0, 2^32).
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(7):
-        # The products wrap as signed 64-bit; their bits are those of the unsigned product, so shift and mask recover it.
-        product0 = c0 * 0xD2511F53
-        product1 = c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & _LOW_32) ^ c1 ^ k0,
-            product1 & _LOW_32,
-            ((product0 >> 32) & _LOW_32) ^ c3 ^ k1,
-            product0 & _LOW_32,
-        )
-        k0 = (k0 + 0x9E3779B9) & _LOW_32
-        k1 = (k1 + 0xBB67AE85) & _LOW_32
-    return c0, c1, c2, c3
-
-
-def kept_by(bits: torch.Tensor, dropout_p: float) -> torch.Tensor:
-    """Which of 15 random bits keep an element. `dropout_p` is rounded to fp32 first: kernels receive it as fp32."""
-    p = torch.tensor(dropout_p, dtype=torch.float32).item()
-    share = math.floor(min(p, 1 - p) * 2**15 + 0.5)
-    return bits >= share if p <= 0.5 else bits < share
+from .call import Call, out_dtype
+from .modes import autocast_dtype
+from .score_tiles import ScoreTiles
 
 
 def _without_autograd_and_autocast(function):
@@ -67,7 +22,7 @@ def _without_autograd_and_autocast(function):
     def wrapped(tensor, *args):
         with torch.no_grad():
             kind = tensor.device.type
-            if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            if autocast_dtype(kind) is None:
                 return function(tensor, *args)
             # Autocast would round the fp32 products back to 16 bits.
             with torch.autocast(kind, enabled=False):
@@ -90,26 +45,26 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
     if q.dtype.itemsize == 1:
         out, logsumexp = forward(*_dequantised(q, k, v, call), call)
         return out.to(out_dtype(q.dtype)), logsumexp
-    work = _Work(q, k, v, call)
-    contain = work.masked and not work.known_finite(k, v)
-    keep_scale = work.keep_scale
-    for m0, m1 in work.row_tiles():
-        q_tile = work.rows(work.q, m0, m1).mul_(call.softmax_scale)
-        row_max, row_sum, out_tile = work.sink_state(m0, m1)
-        for n0, n1 in work.key_tiles(m0, m1):
-            k_tile, v_tile = work.keys(work.k, n0, n1), work.keys(work.v, n0, n1)
+    tiles = ScoreTiles(q, k, v, call)
+    contain = tiles.masked and not tiles.known_finite(v)
+    keep_scale = tiles.keep_scale
+    for m0, m1 in tiles.row_tiles():
+        q_tile = tiles.rows(tiles.q, m0, m1).mul_(call.softmax_scale)
+        row_max, row_sum, out_tile = tiles.sink_state(m0, m1)
+        for n0, n1 in tiles.key_tiles(m0, m1):
+            k_tile, v_tile = tiles.keys(tiles.k, n0, n1), tiles.keys(tiles.v, n0, n1)
             if contain:
                 k_tile, v_tile = _poison_keys(k_tile, v_tile)
-            scores, _, _ = work.scores(q_tile, k_tile, m0, m1, n0, n1)
+            scores, _, _ = tiles.scores(q_tile, k_tile, m0, m1, n0, n1)
             new_max = scores.amax(-1, keepdim=True)
             if row_max is not None:
                 new_max = torch.maximum(new_max, row_max)
             # A row that has seen nothing yet has maximum -inf; any finite number does in its place, its exponentials are 0.
-            anchor = new_max.masked_fill(new_max == -math.inf, 0.0) if work.rows_may_be_empty else new_max
+            anchor = new_max.masked_fill(new_max == -math.inf, 0.0) if tiles.rows_may_be_empty else new_max
             p = scores.sub_(anchor).exp_()
             tile_sum = p.sum(-1, keepdim=True)
             if keep_scale is not None:
-                p.mul_(work.keep(m0, m1, n0, n1))
+                p.mul_(tiles.keep(m0, m1, n0, n1))
             if row_max is None:
                 row_sum, out_tile = tile_sum, torch.bmm(p, v_tile)
             else:
@@ -118,17 +73,17 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
                 out_tile = out_tile.mul_(rescale).baddbmm_(p, v_tile)
             row_max = new_max
         if row_max is None:
-            work.out[:, m0:m1].zero_()
-            work.logsumexp[:, :, m0:m1].fill_(-math.inf)
+            tiles.out[:, m0:m1].zero_()
+            tiles.logsumexp[:, :, m0:m1].fill_(-math.inf)
             continue
         if keep_scale is not None:
             out_tile.mul_(keep_scale)
-        out_tile.div_(row_sum.masked_fill(row_sum == 0.0, 1.0) if work.rows_may_be_empty else row_sum)
-        work.store_rows(work.out, out_tile, m0, m1)
-        work.row_values(work.logsumexp, m0, m1).copy_(row_sum.log_().add_(row_max).view(work.value_shape(m0, m1)))
-    if work.varlen:
-        return work.out.squeeze(0), work.logsumexp.squeeze(0)
-    return work.out, work.logsumexp
+        out_tile.div_(row_sum.masked_fill(row_sum == 0.0, 1.0) if tiles.rows_may_be_empty else row_sum)
+        tiles.store_rows(tiles.out, out_tile, m0, m1)
+        tiles.row_values(tiles.logsumexp, m0, m1).copy_(row_sum.log_().add_(row_max).view(tiles.value_shape(m0, m1)))
+    if tiles.varlen:
+        return tiles.out.squeeze(0), tiles.logsumexp.squeeze(0)
+    return tiles.out, tiles.logsumexp
 
 
 @_without_autograd_and_autocast
@@ -143,68 +98,73 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
         raise TypeError(
             f"flashpatch attention of {q.dtype} has a forward only; for gradients pass q, k and v in bfloat16"
         )
-    work = _Work(q, k, v, call, (out, logsumexp))
-    contain = work.masked and not work.known_finite(q, k, v, dout)
-    keep_scale = work.keep_scale
-    if work.varlen:
+    tiles = ScoreTiles(q, k, v, call, (out, logsumexp))
+    contain = tiles.masked and not tiles.known_finite(q, k, v, dout)
+    keep_scale = tiles.keep_scale
+    if tiles.varlen:
         dout = dout.unsqueeze(0)
         dlogsumexp = None if dlogsumexp is None else dlogsumexp.unsqueeze(0)
-    dq = torch.empty_like(work.q, memory_format=torch.contiguous_format)
+    dq = torch.empty_like(tiles.q, memory_format=torch.contiguous_format)
     dk = dv = dbias = dsinks = None
-    if work.bias is not None:
-        dbias = torch.zeros(work.bias.shape, dtype=work.dtype, device=q.device)
+    if tiles.bias is not None:
+        dbias = torch.zeros(tiles.bias.shape, dtype=tiles.dtype, device=q.device)
     if call.sinks is not None:
-        dsinks = torch.zeros(work.heads_kv, work.group, dtype=work.dtype, device=q.device)
-    for m0, m1 in work.row_tiles():
-        q_tile = work.rows(work.q, m0, m1).mul_(call.softmax_scale)
-        dout_tile = work.rows(dout, m0, m1)
-        delta = work.rows(work.out, m0, m1).mul_(dout_tile).sum(-1, keepdim=True)
+        dsinks = torch.zeros(tiles.heads_kv, tiles.group, dtype=tiles.dtype, device=q.device)
+    for m0, m1 in tiles.row_tiles():
+        q_tile = tiles.rows(tiles.q, m0, m1).mul_(call.softmax_scale)
+        dout_tile = tiles.rows(dout, m0, m1)
+        delta = tiles.rows(tiles.out, m0, m1).mul_(dout_tile).sum(-1, keepdim=True)
         if dlogsumexp is not None:
-            delta.view(work.value_shape(m0, m1)).sub_(work.row_values(dlogsumexp, m0, m1))
-        row_lse = work.row_values(work.logsumexp, m0, m1).reshape(delta.shape).to(work.dtype)
-        if work.rows_may_be_empty:
+            delta.view(tiles.value_shape(m0, m1)).sub_(tiles.row_values(dlogsumexp, m0, m1))
+        row_lse = tiles.row_values(tiles.logsumexp, m0, m1).reshape(delta.shape).to(tiles.dtype)
+        if tiles.rows_may_be_empty:
             empty = row_lse == -math.inf
             delta.masked_fill_(empty, 0.0)
             row_lse = row_lse.masked_fill(empty, math.inf)
         if dsinks is not None:
-            sink_share = torch.exp(work.sinks - row_lse.view(work.value_shape(m0, m1)))
+            sink_share = torch.exp(tiles.sinks - row_lse.view(tiles.value_shape(m0, m1)))
             dsinks -= sink_share.mul_(delta.view_as(sink_share)).sum((0, 3))
         if contain:
             row_lse, q_tile, dout_tile = _poison_rows(row_lse, q_tile, dout_tile)
         dq_tile = None
-        for n0, n1 in work.key_tiles(m0, m1):
-            k_tile, v_tile = work.keys(work.k, n0, n1), work.keys(work.v, n0, n1)
+        for n0, n1 in tiles.key_tiles(m0, m1):
+            k_tile, v_tile = tiles.keys(tiles.k, n0, n1), tiles.keys(tiles.v, n0, n1)
+            k_of_scores = k_tile
             if contain:
-                # The forward gave a NaN logsumexp to every row that sees a key that is not finite: p is NaN there already.
+                # dS K of a row that sees a key that is not finite is NaN, even where P is 0. Of V the forward has seen to it:
+                # such rows have a NaN logsumexp, and P is NaN.
+                k_of_scores = torch.nan_to_num(k_tile, math.nan, math.nan, math.nan)
                 k_tile, v_tile = _zero_nonfinite(k_tile), _zero_nonfinite(v_tile)
-            scores, hidden, tanh = work.scores(q_tile, k_tile, m0, m1, n0, n1)
+            scores, hidden, tanh = tiles.scores(q_tile, k_of_scores, m0, m1, n0, n1)
             p = scores.sub_(row_lse).exp_()
             if hidden is not None:
                 # exp(-inf - NaN) is NaN: what a row does not see must be 0 in a row of NaN too, or keys nobody saw get NaN.
-                p.view(work.tile_shape(m0, m1, n0, n1)).masked_fill_(hidden, 0.0)
+                p.view(tiles.tile_shape(m0, m1, n0, n1)).masked_fill_(hidden, 0.0)
             ds = torch.bmm(dout_tile, v_tile.transpose(1, 2))
             p_dropped = p
             if keep_scale is not None:
-                keep = work.keep(m0, m1, n0, n1)
+                keep = tiles.keep(m0, m1, n0, n1)
                 p_dropped = p * keep
                 p_dropped.mul_(keep_scale)
                 ds.mul_(keep).mul_(keep_scale)
-            dv = work.add_keys(dv, torch.bmm(p_dropped.transpose(1, 2), dout_tile), n0, n1)
+            dv = tiles.add_keys(dv, torch.bmm(p_dropped.transpose(1, 2), dout_tile), n0, n1)
             ds.sub_(delta).mul_(p)
             if hidden is not None:
-                ds.view(work.tile_shape(m0, m1, n0, n1)).masked_fill_(hidden, 0.0)
+                ds.view(tiles.tile_shape(m0, m1, n0, n1)).masked_fill_(hidden, 0.0)
             if dbias is not None:
-                work.add_bias(dbias, ds, m0, m1, n0, n1)
+                tiles.add_bias(dbias, ds, m0, m1, n0, n1)
             if tanh is not None:
                 ds.mul_(tanh.square_().neg_().add_(1.0))
-            dk = work.add_keys(dk, torch.bmm(ds.transpose(1, 2), q_tile), n0, n1)
+                if contain and hidden is not None:  # 0 times the derivative at a NaN
+                    ds.view(tiles.tile_shape(m0, m1, n0, n1)).masked_fill_(hidden, 0.0)
+            dk = tiles.add_keys(dk, torch.bmm(ds.transpose(1, 2), q_tile), n0, n1)
             dq_tile = torch.bmm(ds, k_tile) if dq_tile is None else dq_tile.baddbmm_(ds, k_tile)
         if dq_tile is None:
             dq[:, m0:m1].zero_()
         else:
-            work.store_rows(dq, dq_tile.mul_(call.softmax_scale), m0, m1)
-    dk, dv = work.finish_keys(dk, work.k), work.finish_keys(dv, work.v)
-    if work.varlen:
+            tiles.store_rows(dq, dq_tile.mul_(call.softmax_scale), m0, m1)
+    dk, dv = tiles.finish_keys(dk, tiles.k), tiles.finish_keys(dv, tiles.v)
+    if tiles.varlen:
         dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
     if dbias is not None:
         dbias = dbias.to(call.bias.dtype)
@@ -220,7 +180,7 @@ def _dequantised(q, k, v, call: Call):
     def scaled(tensor, descale, starts, group):
         if descale is None or descale.numel() == 0:
             return tensor.float()
-        descale = descale.repeat_interleave(group, 1) if group > 1 else descale
+        descale = descale.repeat_interleave(group, 1) if group != 1 else descale
         if starts is None:
             return tensor.float() * descale[:, None, :, None]
         rows = torch.arange(tensor.shape[0], device=tensor.device)
@@ -234,368 +194,17 @@ def _dequantised(q, k, v, call: Call):
     )
 
 
-class _Work:
-    """One call laid out for tiles.
-
-    A varlen call is one long sequence: whatever restricts a row (its sequence, lengths, window, key range) becomes one
-    interval of keys per row, `begin <= j < end`, computed on the device. Tiles hold [batch * num_heads_kv] matrices whose
-    rows are the query rows of all heads that share the key head, so that grouped heads need no repeated K and V.
-    """
-
-    def __init__(self, q, k, v, call: Call, results=None):
-        self.call = call
-        self.varlen = call.cu_seqlens_q is not None
-        if self.varlen:
-            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-            results = results and [result.unsqueeze(0) for result in results]
-        self.q, self.k, self.v = q, k, v
-        self.batch, self.seqlen_q, self.heads_q, _ = q.shape
-        self.seqlen_k, self.heads_kv = k.shape[1:3]
-        self.group = self.heads_q // max(1, self.heads_kv)
-        self.device = q.device
-        self.on_host = _on_host(q.device)
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if results:
-            self.out, self.logsumexp = results
-        else:
-            self.out = q.new_empty(self.batch, self.seqlen_q, self.heads_q, v.shape[3])
-            self.logsumexp = q.new_empty(self.batch, self.heads_q, self.seqlen_q, dtype=self.dtype)
-
-        self.bias, self.mask = _without_expanded(call.bias), _without_expanded(call.mask)
-        self.sinks = None
-        if call.sinks is not None:
-            self.sinks = call.sinks.to(self.dtype).view(self.heads_kv, self.group, 1)
-        self.keep_scale = None
-        if call.dropout_p > 0.0:
-            self.keep_scale = 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 0.0
-        self.no_keys = self.seqlen_k == 0 or (self.varlen and call.cu_seqlens_q.numel() == 1)
-        self._set_bounds()
-        self.masked = self.begin is not None or self.end is not None or self.mask is not None
-        # Whether nothing but the window hides keys: then the host knows what each row sees.
-        self.window_only = (
-            not (self.varlen or call.seqused_k is not None or call.key_ranges is not None) and self.mask is None
-        )
-        self.shift = self.seqlen_k - self.seqlen_q
-        # Whether a row's running maximum can be -inf. Not where all rows see the first key; a bias of -inf hides keys too.
-        first_key_seen = self.window_only and call.window_left < 0 and self.shift + call.window_right >= 0
-        self.rows_may_be_empty = self.no_keys or self.bias is not None or (self.masked and not first_key_seen)
-
-    def _set_bounds(self):
-        """Sets `begin`, `end` (None: no limit) and `diagonal` (None: unused), int64 [batch or 1, seqlen_q, 1]."""
-        call = self.call
-        self.begin = self.end = self.diagonal = None
-        if self.no_keys:
-            return
-        needs_diagonal = call.window_left >= 0 or call.window_right >= 0 or call.alibi_slopes is not None
-        if not (self.varlen or needs_diagonal or call.seqused_k is not None or call.key_ranges is not None):
-            return
-        length_q, length_k, key_ranges = self.seqlen_q, self.seqlen_k, call.key_ranges
-        first = length_k - length_q if not self.varlen and call.seqused_k is None else 0
-        rows = torch.arange(first, first + self.seqlen_q, device=self.device).view(1, -1, 1)
-        if self.varlen:
-            starts_q, starts_k = call.cu_seqlens_q.long(), call.cu_seqlens_k.long()
-            lengths_q, lengths_k = starts_q.diff(), starts_k.diff()
-            if call.seqused_k is not None:
-                lengths_k = torch.minimum(lengths_k, call.seqused_k)
-            sequence = torch.searchsorted(starts_q[1:], rows, right=True)
-            # Rows after the last sequence belong to none: they see nothing.
-            outside = sequence == lengths_q.numel()
-            self.sequence = sequence.clamp_(max=lengths_q.numel() - 1)
-            rows = rows - starts_q[self.sequence]
-            self.row_in_sequence, self.key_start = rows, starts_k[self.sequence]
-            length_q, length_k = lengths_q[self.sequence], lengths_k[self.sequence].masked_fill_(outside, 0)
-            if key_ranges is not None:
-                key_ranges = key_ranges[self.sequence[..., 0], rows[..., 0].clamp(max=max(0, key_ranges.shape[1] - 1))]
-        elif call.seqused_k is not None:
-            length_k = call.seqused_k.long().clamp(max=self.seqlen_k)[:, None, None]
-        same_lengths = not torch.is_tensor(length_k)
-        if needs_diagonal:
-            self.diagonal = rows if same_lengths else rows + (length_k - length_q)
-        if not same_lengths:
-            self.end = length_k
-        if call.window_right >= 0:
-            end = self.diagonal + (call.window_right + 1)
-            self.end = end if same_lengths else torch.minimum(end, length_k)
-        if call.window_left >= 0:
-            self.begin = self.diagonal - call.window_left
-        if key_ranges is not None:
-            first, last = key_ranges[..., 0:1].long(), key_ranges[..., 1:2].long()
-            self.begin = first if self.begin is None else torch.maximum(self.begin, first)
-            self.end = last if self.end is None else torch.minimum(self.end, last)
-        if self.varlen:
-            self.begin = self.key_start if self.begin is None else self.begin.clamp_(min=0) + self.key_start
-            self.end = self.end + self.key_start
-            self.diagonal = None if self.diagonal is None else self.diagonal + self.key_start
-
-    def known_finite(self, *tensors) -> bool:
-        """Whether no tensor holds NaN or inf. False where finding out would make the host wait for a device."""
-        # One sum per tensor is far cheaper than containing; should it overflow, containing is merely unneeded.
-        return self.on_host and all(math.isfinite(x.sum(dtype=self.dtype).item()) for x in tensors)
-
-    # ---- which tiles ----
-
-    def row_tiles(self):
-        """(m0, m1) of each tile of query rows."""
-        heads = self.batch * self.heads_q
-        if heads == 0:
-            return
-        scores = TILE_SCORES_CPU if self.on_host else TILE_SCORES
-        rows = max(1, min(self.seqlen_q, TILE_ROWS))
-        while rows > TILE_MINIMUM and heads * rows * TILE_MINIMUM > scores:
-            rows //= 2
-        self.tile_keys = max(TILE_MINIMUM, scores // (heads * rows))
-        for m0 in range(0, self.seqlen_q, rows):
-            yield m0, min(m0 + rows, self.seqlen_q)
-
-    def key_tiles(self, m0, m1):
-        """(n0, n1) of each tile of keys that rows m0..m1 can see, as far as the host can know."""
-        if self.no_keys:
-            return
-        call, n0, end = self.call, 0, self.seqlen_k
-        if not self.varlen:
-            if call.window_right >= 0:
-                end = min(end, m1 + self.shift + call.window_right)
-            if call.window_left >= 0 and call.seqused_k is None:  # seqused_k moves the window left
-                n0 = max(n0, m0 + self.shift - call.window_left)
-        if self.on_host and (self.varlen or call.seqused_k is not None or call.key_ranges is not None):
-            if self.begin is not None:
-                n0 = max(n0, _narrow(self.begin, 1, m0, m1).min().item())
-            if self.end is not None:
-                end = min(end, _narrow(self.end, 1, m0, m1).max().item())
-        # Many keys that all rows see are walked apart from those at the diagonal: hiding costs as much as a product.
-        edge = m0 + self.shift + call.window_right + 1
-        stops = [edge, end] if self.window_only and n0 + TILE_ROWS <= edge < end else [end]
-        for stop in stops:
-            while n0 < stop:
-                n1 = min(n0 + self.tile_keys, stop)
-                yield n0, n1
-                n0 = n1
-
-    def sees_all(self, m0, m1, n0, n1):
-        """Whether the host knows that rows m0..m1 see all keys n0..n1."""
-        left, right = self.call.window_left, self.call.window_right
-        return (
-            self.window_only
-            and (right < 0 or n1 <= m0 + self.shift + right + 1)
-            and (left < 0 or n0 >= m1 - 1 + self.shift - left)
-        )
-
-    # ---- loading and storing ----
-
-    def tile_shape(self, m0, m1, n0, n1):
-        """The shape in which a tile of scores meets masks and biases."""
-        return self.batch, self.heads_kv, self.group, m1 - m0, n1 - n0
-
-    def value_shape(self, m0, m1):
-        """The shape of one value per row of a tile."""
-        return self.batch, self.heads_kv, self.group, m1 - m0
-
-    def rows(self, x, m0, m1):
-        """Rows m0..m1 of [batch, seqlen_q, num_heads_q, d], copied to [batch * num_heads_kv, group * rows, d]."""
-        shape = (*self.value_shape(m0, m1), x.shape[3])
-        tile = torch.empty(shape, dtype=self.dtype, device=self.device)
-        tile.copy_(self.by_heads(x, m0, m1))
-        return tile.view(self.batch * self.heads_kv, self.group * (m1 - m0), shape[4])
-
-    def store_rows(self, x, tile, m0, m1):
-        """The inverse of `rows`, rounding to the dtype of x."""
-        self.by_heads(x, m0, m1).copy_(tile.view(*self.value_shape(m0, m1), x.shape[3]))
-
-    def by_heads(self, x, m0, m1):
-        """Rows m0..m1 of [batch, seqlen_q, num_heads_q, d], viewed as [batch, num_heads_kv, group, rows, d]."""
-        x = _narrow(x, 1, m0, m1)
-        return x.view(self.batch, m1 - m0, self.heads_kv, self.group, x.shape[3]).permute(0, 2, 3, 1, 4)
-
-    def row_values(self, x, m0, m1):
-        """Rows m0..m1 of [batch, num_heads_q, seqlen_q], viewed as [batch, num_heads_kv, group, rows]."""
-        return _narrow(x, 2, m0, m1).view(self.value_shape(m0, m1))
-
-    def keys(self, x, n0, n1):
-        """Keys n0..n1 of [batch, seqlen_k, num_heads_kv, d] as [batch * num_heads_kv, keys, d]."""
-        x = _narrow(x, 1, n0, n1).transpose(1, 2)
-        return x.reshape(self.batch * self.heads_kv, n1 - n0, x.shape[3]).to(self.dtype)
-
-    def add_keys(self, total, tile, n0, n1):
-        """Adds a tile of dk or dv to its sum over tiles of rows."""
-        if total is None:
-            if n1 - n0 == self.seqlen_k:
-                return tile
-            total = tile.new_zeros(tile.shape[0], self.seqlen_k, tile.shape[2])
-        total[:, n0:n1] += tile
-        return total
-
-    def finish_keys(self, total, x):
-        """The sum of `add_keys` in the shape and dtype of x."""
-        if total is None:
-            return torch.zeros_like(x, memory_format=torch.contiguous_format)
-        total = total.view(self.batch, self.heads_kv, self.seqlen_k, x.shape[3]).transpose(1, 2)
-        return total.to(x.dtype, memory_format=torch.contiguous_format)
-
-    def sink_state(self, m0, m1):
-        """Row maximum, row sum and output before the first key: the sink's, or None three times."""
-        if self.sinks is None:
-            return None, None, None
-        row_max = self.sinks.expand(self.value_shape(m0, m1)).reshape(self.batch * self.heads_kv, -1, 1)
-        out = row_max.new_zeros(*row_max.shape[:2], self.v.shape[3])
-        return row_max, torch.ones_like(row_max), out
-
-    # ---- one tile of scores ----
-
-    def scores(self, q_tile, k_tile, m0, m1, n0, n1):
-        """softcap(scaled q.k) + bias + alibi, -inf where hidden; what is hidden, or None; softcap's tanh, or None."""
-        call, tanh = self.call, None
-        flat = torch.bmm(q_tile, k_tile.transpose(1, 2))
-        if call.softcap > 0.0:
-            tanh = flat.mul_(1.0 / call.softcap).tanh_()
-            flat = tanh * call.softcap
-        hidden = None
-        hides = self.masked and not self.sees_all(m0, m1, n0, n1)
-        if self.bias is not None or call.alibi_slopes is not None or hides:
-            scores = flat.view(self.tile_shape(m0, m1, n0, n1))
-            if self.bias is not None:
-                scores += self.attached(self.bias, m0, m1, n0, n1)
-            if call.alibi_slopes is not None:
-                columns = torch.arange(n0, n1, device=self.device)
-                distance = (self.of_rows(self.diagonal, m0, m1) - columns).abs_().to(self.dtype)
-                scores.addcmul_(self.slopes(m0, m1), distance, value=-1.0)
-            if hides:
-                hidden = self.hidden(m0, m1, n0, n1)
-                scores.masked_fill_(hidden, -math.inf)
-        return flat, hidden, tanh
-
-    def hidden(self, m0, m1, n0, n1):
-        """What rows must not see: bool, broadcastable to `tile_shape`."""
-        hidden = None
-        if self.begin is not None or self.end is not None:
-            columns = torch.arange(n0, n1, device=self.device)
-            if self.end is not None:
-                hidden = columns >= self.of_rows(self.end, m0, m1)
-            if self.begin is not None:
-                before = columns < self.of_rows(self.begin, m0, m1)
-                hidden = before if hidden is None else before | hidden
-        if self.mask is not None:
-            masked = ~self.attached(self.mask, m0, m1, n0, n1)
-            hidden = masked if hidden is None else masked | hidden
-        return hidden
-
-    def of_rows(self, x, m0, m1):
-        """Rows m0..m1 of [batch or 1, seqlen_q or 1, 1] as [batch or 1, 1, 1, rows or 1, 1]."""
-        return _narrow(x, 1, m0, m1)[:, None, None]
-
-    def slopes(self, m0, m1):
-        """ALiBi slopes that broadcast to `tile_shape`."""
-        slopes = self.call.alibi_slopes.to(self.dtype)
-        if not self.varlen:
-            return slopes.view(-1, self.heads_kv, self.group, 1, 1)
-        of_rows = slopes[self.sequence[0, m0:m1, 0]]  # [rows, num_heads_q]
-        return of_rows.t().reshape(1, self.heads_kv, self.group, m1 - m0, 1)
-
-    def in_sequence(self, m0, m1, n0, n1):
-        """Varlen: each row's sequence [rows, 1] and index in it [rows, 1], and the keys' indices in it [rows, keys]."""
-        keys = torch.arange(n0, n1, device=self.device) - self.key_start[0, m0:m1]
-        return self.sequence[0, m0:m1], self.row_in_sequence[0, m0:m1], keys
-
-    def attached(self, x, m0, m1, n0, n1):
-        """The tile of a compact mask or bias, broadcastable to `tile_shape`."""
-        if self.varlen:
-            # Keys of other sequences have indices outside; they are hidden, so any element does for them.
-            index = [i.clamp(0, size - 1) for i, size in zip(self.in_sequence(m0, m1, n0, n1), _sizes(x), strict=True)]
-            x = x[index[0], :, index[1], index[2]].permute(2, 0, 1)[None]  # [1, heads, rows, keys]
-        else:
-            x = _narrow(_narrow(x, 2, m0, m1), 3, n0, n1)
-        return x.unflatten(1, (1, 1) if x.shape[1] != self.heads_q else (self.heads_kv, self.group))
-
-    def add_bias(self, dbias, ds, m0, m1, n0, n1):
-        """Adds a tile of score gradients to dbias, summed where the bias is broadcast."""
-        ds = ds.view(self.batch, self.heads_q, m1 - m0, n1 - n0)
-        if self.varlen:
-            index = [
-                i.clamp(0, size - 1) for i, size in zip(self.in_sequence(m0, m1, n0, n1), _sizes(dbias), strict=True)
-            ]
-            ds = ds[0] if dbias.shape[1] == self.heads_q else ds[0].sum(0, keepdim=True)
-            heads = torch.arange(ds.shape[0], device=self.device)[:, None, None]
-            dbias.index_put_((index[0], heads, index[1], index[2]), ds, accumulate=True)
-            return
-        summed = [dim for dim in range(4) if dbias.shape[dim] == 1 and ds.shape[dim] > 1]
-        if summed:
-            ds = ds.sum(summed, keepdim=True)
-        tile = _narrow(_narrow(dbias, 2, m0, m1), 3, n0, n1)
-        tile += ds
-
-    def keep(self, m0, m1, n0, n1):
-        """Which probabilities dropout keeps: bool [batch * num_heads_kv, group * rows, keys], equal to the kernels' choice.
-
-        `reference.dropout_keep` defines the bits that decide an element: a Philox call draws two pairs (a, x) for a block
-        of 32 by 64, a * m + x is the word of two neighbouring keys, m one of the MULTIPLIERS.
-        """
-        seed, offset = self.call.rng_state[0], self.call.rng_state[1] & _LOW_32
-        key = (seed & _LOW_32, (seed >> 32) & _LOW_32)
-        heads = torch.arange(self.batch * self.heads_q, device=self.device)[:, None, None]
-        multipliers = torch.tensor(MULTIPLIERS, device=self.device)
-        if self.varlen:
-            sequence, i, j = self.in_sequence(m0, m1, n0, n1)
-            j = j & _LOW_32  # keys before the sequence: hidden, but a counter must fit its word
-            words = philox(
-                ((j >> 6 << 2) | (j >> 1 & 3), (i >> 5 << 3) | (i & 7), sequence * self.heads_q + heads, offset), key
-            )
-            upper = (j & 32) != 0
-            a, x = torch.where(upper, words[2], words[0]), torch.where(upper, words[3], words[1])
-            word = a * multipliers[(i >> 3 & 3) * 4 + (j >> 3 & 3)] + x
-            bits = torch.where((j & 1) == 0, word, word >> 16) & 0x7FFF
-        else:
-            # Blocks of 32 rows and 64 columns that cover the tile: each block's bits land in it by a transposition.
-            blocks_m, blocks_n = range(m0 >> 5, (m1 + 31) >> 5), range(n0 >> 6, (n1 + 63) >> 6)
-            rows = torch.arange(blocks_m.start * 8, blocks_m.stop * 8, device=self.device)[:, None]
-            columns = torch.arange(blocks_n.start * 4, blocks_n.stop * 4, device=self.device)
-            words = torch.stack(philox((columns, rows, heads, offset), key), -1).unflatten(-1, (2, 1, 1, 2))
-            word = words[..., 0] * multipliers.view(4, 4) + words[..., 1]
-            bits = torch.stack((word & 0x7FFF, word >> 16 & 0x7FFF), -1)
-            # heads, blocks of rows, row in 8, blocks of columns, pair of columns, 32 columns, 8 rows, 8 columns, column in a pair
-            bits = bits.view(heads.shape[0], len(blocks_m), 8, len(blocks_n), 4, 2, 4, 4, 2).permute(
-                0, 1, 6, 2, 3, 5, 7, 4, 8
-            )
-            bits = bits.reshape(heads.shape[0], len(blocks_m) * 32, len(blocks_n) * 64)
-            m, n = m0 - blocks_m.start * 32, n0 - blocks_n.start * 64
-            bits = bits[:, m : m + m1 - m0, n : n + n1 - n0]
-        keep = kept_by(bits, self.call.dropout_p)
-        return keep.reshape(self.batch * self.heads_kv, self.group * (m1 - m0), n1 - n0)
-
-
-def _on_host(device):
-    """Whether values of tensors there can be read without waiting for other work."""
-    return device.type == "cpu"
-
-
-def _without_expanded(x):
-    """x [batch, num_heads_q, seqlen_q, seqlen_k] with size 1 wherever it is only repeated (stride 0)."""
-    if x is None:
-        return None
-    for dim in range(4):
-        if x.stride(dim) == 0 and x.shape[dim] > 1:
-            x = x.narrow(dim, 0, 1)
-    return x
-
-
-def _narrow(x, dim, start, stop):
-    """start..stop of a dimension, or all of it if it is broadcast."""
-    size = x.shape[dim]
-    return x if size == 1 or size == stop - start else x.narrow(dim, start, stop - start)
-
-
-def _sizes(x):
-    return x.shape[0], x.shape[2], x.shape[3]
-
-
 def _zero_nonfinite(x):
     return torch.nan_to_num(x, 0.0, 0.0, 0.0)
 
 
 def _poison_keys(k_tile, v_tile):
-    """Keys whose K or V is not finite give NaN scores: NaN for the rows that see them, and nothing for the others.
+    """Keys whose V is not finite give NaN scores: NaN in all columns for the rows that see them, and nothing for the others.
 
-    Without this, 0 * NaN in the product with V would reach rows that do not see the key.
+    Without this, 0 * NaN in the product with V would reach rows that do not see the key. One column alone, as in eager
+    attention, would take another product of that size.
     """
-    broken = ~(k_tile.isfinite().all(-1, keepdim=True) & v_tile.isfinite().all(-1, keepdim=True))
+    broken = ~v_tile.isfinite().all(-1, keepdim=True)
     return k_tile.masked_fill(broken, math.nan), _zero_nonfinite(v_tile)
 
 

@@ -23,6 +23,7 @@ import torch
 from . import counting, mask_functions, masks, ops
 from .call import Call
 from .masks import MaskSpec
+from .modes import autocast_dtype
 from .problem import Decline, DeclinedError, Problem, Reason
 from .tagging import tag_of
 
@@ -223,7 +224,7 @@ def attention_function(
 def _in_one_dtype(q, k, v):
     """q, k, v of a 16-bit model whose norms are fp32: 16 bits for all, as autocast makes of them. An output as wide as the
     widest would not fit the weights it is multiplied with next."""
-    if torch.is_autocast_enabled(q.device.type):
+    if autocast_dtype(q.device.type) is not None:
         return q, k, v
     narrow = [tensor.dtype for tensor in (v, q, k) if tensor.dtype.itemsize == 2]
     return tuple(tensor.to(narrow[0]) for tensor in (q, k, v)) if narrow else (q, k, v)
@@ -378,8 +379,7 @@ def _bias(position_bias, additive, q, key_length: int) -> torch.Tensor | None:
         return None
     parts = [_four_dimensional(part, key_length) for part in (position_bias, additive) if part is not None]
     bias = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    kind = q.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and q.dtype != torch.float64 else q.dtype
+    dtype = (q.dtype != torch.float64 and autocast_dtype(q.device.type)) or q.dtype
     if bias.dtype == dtype:
         return bias
     if bias.is_floating_point() and torch.finfo(bias.dtype).min < torch.finfo(dtype).min:

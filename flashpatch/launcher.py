@@ -179,6 +179,8 @@ class Backward:
             blocks = shapes.total_q // config.block_m + shapes.batch if varlen else shapes.m_blocks * shapes.batch
             turns = blocks * q.shape[-2]
             workspace = (turns, config.block_m * config.head_dim)
+        if not shapes.group:
+            self.blocks = 0  # no query heads: dk and dv are zeros, and kernels divide by the heads of a group
         if config.deterministic:
             self.new_turns = like((turns,), torch.int32, q.device)
         self.new = (
@@ -223,7 +225,8 @@ class Backward:
                 return *again.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)[:-1], copies
             maps = _maps(self.plan.config, q, k, v, dout, *self.ragged) if self.tma else b""
             _keep(self.maps, inputs, maps)
-        new = torch.zeros_like if self.varlen else torch.empty_like  # rows of no sequence are nobody's to write
+        # rows of no sequence are nobody's to write
+        new = torch.zeros_like if self.varlen or not self.blocks else torch.empty_like
         new_dq, new_dk, new_dv, new_delta, new_accum = self.new
         dq, dk, dv, delta, dq_accum = new(new_dq), new(new_dk), new(new_dv), new(new_delta), torch.empty_like(new_accum)
         dq_turns = None

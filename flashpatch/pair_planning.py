@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import yaml
 
-from .planning import STATUSES, MatrixError, find
 from .problem import DTYPES as ALL_DTYPES
 from .problem import SCALED, Decline, Device, Reason
+from .support_matrix import STATUSES, MatrixError, find
 
 # In the order of the constants in cuda_src/pairwise.cuh.
 COSTS = ("sqeuclidean", "euclidean", "l1", "negative_dot", "giou")

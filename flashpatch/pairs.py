@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from . import execution, launcher, pair_fallback, pair_launching, pair_planning
+from . import batching, execution, launcher, pair_fallback, pair_launching, pair_planning
+from .arguments import NUMBERS, is_integer, not_dense
 from .compiler import CompileError
 from .counting import layers, record_decline, register_layer, switched_on
 from .pair_planning import COSTS, GRADIENT, REDUCTIONS, PairPlan, PairProblem
@@ -79,14 +80,14 @@ def pairwise(
     strict = on_decline == "error"
     if reduce == "logsumexp":
         return _LogSumExp.apply(rows, columns, bias, cost, float(scale), strict).reshape(*leading, rows.shape[-2])
-    wanted = k if reduce == "topk" else 1
+    wanted = int(k) if reduce == "topk" else 1
     with torch.no_grad():
         values, indices = torch.ops.flashpatch.pairwise(
             rows, columns, bias, cost, REDUCTIONS[reduce], wanted, float(scale), strict
         )
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, y, bias)):
         values = _scores_of(rows, columns, bias, indices, cost, scale)
-    shape = (*leading, rows.shape[-2], *((k,) if reduce == "topk" else ()))
+    shape = (*leading, rows.shape[-2], *((wanted,) if reduce == "topk" else ()))
     return Smallest(values.reshape(shape), indices.reshape(shape))
 
 
@@ -98,10 +99,16 @@ def _check(x, y, cost, reduce, dim, k, scale, bias, on_decline) -> list[str]:
             problems.append(f"{name}={value!r} is not one of {', '.join(known)}")
     if on_decline not in ("error", "fallback"):
         problems.append(f"on_decline={on_decline!r} is neither 'error' nor 'fallback'")
-    if dim not in (-1, -2):
+    if not (is_integer(dim) and dim in (-1, -2)):
         problems.append(f"dim={dim}: -1 reduces over y, -2 over x")
-    if not math.isfinite(scale):
+    if not (isinstance(scale, (*NUMBERS, torch.Tensor)) and math.isfinite(scale)):
         problems.append(f"scale={scale} is not a finite number")
+    if not (k is None or is_integer(k)):
+        problems.append(f"k={k!r} is not an int")
+    tensors = {"x": x, "y": y, **({} if bias is None else {"bias": bias})}
+    problems += filter(None, (not_dense(name, tensor) for name, tensor in tensors.items()))
+    if problems:
+        return problems
     if x.dim() < 2 or y.dim() < 2:
         return [*problems, f"x and y are [..., points, features], got {list(x.shape)} and {list(y.shape)}"]
     if x.dtype != y.dtype or x.device != y.device:
@@ -291,3 +298,5 @@ for _key in ("CUDA", "CPU"):
     _library.impl("pairwise_gradient", _gradient_body, _key)
 torch.library.register_fake("flashpatch::pairwise", _fake, lib=_library)
 torch.library.register_fake("flashpatch::pairwise_gradient", _fake_gradient, lib=_library)
+for _op in (torch.ops.flashpatch.pairwise.default, torch.ops.flashpatch.pairwise_gradient.default):
+    torch.library.register_vmap(_op, batching.rule(_op, lambda arguments: True), lib=_library)

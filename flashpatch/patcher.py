@@ -453,13 +453,6 @@ def disable() -> None:
         _enabled.original = None
 
 
-def enabled_models() -> list:
-    """The outermost models that took flashpatch by default since `enable` and are still alive."""
-    models = tagging.adopted_models()
-    inner = {id(module) for model in models for module in model.modules() if module is not model}
-    return [model for model in models if id(model) not in inner]
-
-
 def unreachable() -> list[str]:
     """Classes of the models built since `enable` that compute attention themselves and were left alone."""
     return list(_enabled.unreachable)

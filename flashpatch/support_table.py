@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from . import planning
+from . import planning, support_matrix
 from .problem import DIRECTIONS, DTYPES, SCALED, Device, Plan, Problem
 
 
@@ -49,7 +49,7 @@ def support_of(device: Device, dtype: str | None = None) -> list[Support]:
 MARKERS = ("<!-- support:begin -->", "<!-- support:end -->")
 
 
-def markdown(matrix: planning.Matrix) -> str:
+def markdown(matrix: support_matrix.Matrix) -> str:
     """The support table of the README, from the matrix alone."""
     generations = list(matrix.generations)
     lines = ["| | " + " | ".join(matrix.generations[name] for name in generations) + " |"]
@@ -95,7 +95,7 @@ def markdown(matrix: planning.Matrix) -> str:
     return "\n".join(lines)
 
 
-def _largest_head_dims(matrix: planning.Matrix) -> str:
+def _largest_head_dims(matrix: support_matrix.Matrix) -> str:
     """Per generation, and per capability where a smaller shared memory holds less; those without kernels are left out."""
     words = []
     for name, title in matrix.generations.items():
@@ -111,7 +111,7 @@ def _largest_head_dims(matrix: planning.Matrix) -> str:
     return ", ".join(words)
 
 
-def _largest_head_dim(matrix: planning.Matrix, device: Device, direction: str) -> int:
+def _largest_head_dim(matrix: support_matrix.Matrix, device: Device, direction: str) -> int:
     sizes = [
         head_dim
         for head_dim in matrix.head_dims
@@ -124,12 +124,12 @@ def _largest_head_dim(matrix: planning.Matrix, device: Device, direction: str) -
     return max(sizes, default=0)
 
 
-def _examples(matrix: planning.Matrix, generation: str) -> str:
+def _examples(matrix: support_matrix.Matrix, generation: str) -> str:
     gpus = [gpu for item in matrix.capabilities.values() if item.generation == generation for gpu in item.gpus]
     return ", ".join(gpus[:3])
 
 
-def _cell_words(matrix: planning.Matrix, generation: str, feature: str) -> str:
+def _cell_words(matrix: support_matrix.Matrix, generation: str, feature: str) -> str:
     words = []
     for direction in ("forward", "backward"):
         found = {

@@ -50,7 +50,7 @@ def splits(plan: Plan, shapes: Shapes, key_blocks: int, call: Call) -> int:
     Tiles of equal length come in waves. Of unequal ones (causal) the longest start first, and multiprocessors wait for
     the last to end a quarter of the longest, about the mean of what replaying the order for 27 shapes shows.
     """
-    if shapes.group == 1 or not key_blocks:
+    if shapes.group <= 1 or not key_blocks:
         return 1
     m, n = plan.config.block_m, plan.config.block_n
     rows, left, right = call.max_seqlen_q, call.window_left, call.window_right

@@ -29,7 +29,7 @@ class PackedMask:
     def __init__(self, plan: Plan, shapes: Shapes, call: Call):
         config = plan.config
         masks = math.prod(size for size, stride in zip(call.mask.shape[:2], call.mask.stride(), strict=False) if stride)
-        self.tiles = masks * shapes.m_blocks * shapes.n_blocks
+        self.tiles = masks * shapes.m_blocks * shapes.n_blocks if call.mask.numel() else 0
         threads = 32 * config.num_warps
         words = self.tiles * threads * -(-config.block_m * config.block_n // (32 * threads))
         self.bits = like((words,), torch.int32, call.mask.device)

@@ -106,10 +106,41 @@ def test_bad_tensors_are_named():
             flashpatch.attention(*bad, on_decline="fallback")
 
 
-def test_tensors_without_values_give_shapes():
-    meta = [x.to("meta").requires_grad_() for x in qkv()]
-    out, logsumexp = flashpatch.attention(*meta, causal=True, return_logsumexp=True)
-    assert (out.device.type, out.shape, logsumexp.shape) == ("meta", meta[0].shape, (2, 4, 6))
+OPTIONS = {
+    "plain": {},
+    "everything": {
+        "causal": True, "softcap": 2.0, "dropout_p": 0.3, "mask": torch.ones(6, 6, dtype=torch.bool),
+        "bias": torch.zeros(4, 6, 1), "sinks": torch.zeros(4), "alibi_slopes": torch.ones(4),
+        "seqused_k": torch.tensor([6, 1], dtype=torch.int32),
+    },
+    "factors": {"q_descale": torch.ones(2, 1)},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+@pytest.mark.parametrize(
+    "dtypes, options",
+    [("float32", "plain"), ("bfloat16", "everything"), ("float64", "everything"), ("float16 float32 float32", "plain"),
+     ("float8_e4m3fn", "factors")],
+)  # fmt: skip
+def test_tensors_without_values_give_shapes(dtypes, options):
+    """As the call with values does, forward and backward."""
+    names = dtypes.split() * (3 if " " not in dtypes else 1)
+    described = []
+    for device in ("cpu", "meta"):
+        inputs = [x.to(getattr(torch, name)).to(device) for x, name in zip(qkv(), names, strict=True)]
+        given = {
+            name: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for name, x in OPTIONS[options].items()
+        }
+        learned = [] if "float8" in dtypes else [*inputs, *(given[name] for name in ("bias", "sinks") if name in given)]
+        for tensor in learned:
+            tensor.requires_grad_()
+        results = flashpatch.attention(*inputs, **given, return_logsumexp=True, on_decline="fallback")
+        if learned:
+            results += torch.autograd.grad(results[0].float().sum(), learned)
+        assert {x.device.type for x in results} == {device}
+        described.append([(x.shape, x.dtype) for x in results])
+    assert described[0] == described[1]
 
 
 def test_all_faults_are_named_at_once():

@@ -12,7 +12,17 @@ import pytest
 import torch
 import transformers
 
-from flashpatch import captures, cases, emulator, execution, fallback, model_runs, model_verification, planning
+from flashpatch import (
+    captures,
+    cases,
+    emulator,
+    execution,
+    fallback,
+    model_comparisons,
+    model_runs,
+    model_verification,
+    planning,
+)
 from flashpatch.captures import CaptureError
 from flashpatch.problem import Plan, Problem
 
@@ -134,7 +144,7 @@ def test_a_model_in_which_a_last_bit_decides_is_held_to_what_eager_itself_does(m
     eagers = [{("gradient", "w"): exact + error} for error in (0.01, 0.1, 0.05)]
 
     def holds(error, eagers):
-        return model_verification._model_comparisons(
+        return model_comparisons.comparisons_of(
             {("gradient", "w"): exact + error}, eagers, eagers[0], {("gradient", "w"): exact}
         )[0].passed
 
@@ -315,7 +325,7 @@ def test_a_chosen_call_of_a_healthy_model(folder, tmp_path):
         (("--replay", "{0}/none"), "cannot be read as a captured call"),
         (("--capture", "{0}/file"), "are about one call of a MODEL"),
         (("{0}", "--layer", "1"), "add --capture FILE"),
-        (("{0}", "--replay", "{0}/none"), "--replay needs no MODEL"),
+        (("{0}", "--replay", "{0}/none"), "leave out MODEL"),
     ],
 )
 def test_wrong_usage_says_what_to_type(arguments, message, tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 
 from flashpatch import (
     auditing,
+    case_runs,
     cases,
     cli,
     compiler,
@@ -28,6 +30,7 @@ from flashpatch import (
     launcher,
     model_verification,
     planning,
+    support_matrix,
     verification,
 )
 from flashpatch.problem import DIRECTIONS, DTYPES, SCALED, Plan, Problem, Reason
@@ -125,6 +128,20 @@ BAD = [
     (("audit", "--device", "cuda"), 4, "torch sees no GPU"),
     (("audit", "{root}/missing"), 2, "does not exist"),
     (("audit", "--markdown", "{root}/missing.md"), 2, "missing.md"),
+    (("verify", "--gpu", ""), 2, "unknown GPU ''; known: P100"),
+    (("audit", "--gpu", ""), 2, "unknown GPU ''; known: P100"),
+    (("cost", "{root}/llama", "--gpu", ""), 2, "unknown GPU ''; known: P100"),
+    (("verify", "--replay", ""), 2, "'--replay': it is empty"),
+    (("apply", ""), 2, "'MODEL': it is empty"),
+    (("verify", "--batch", "2", "--no-backward"), 2, "--no-backward, --batch goes with a MODEL"),
+    (("verify", "--replay", "x", "--dtype", "fp16"), 2, "leave out --dtype"),
+    (("audit", "--seqlen", "128"), 2, "--seqlen goes with a MODEL"),
+    (("bench", "--device", "cpu"), 2, "flashpatch bench --roofline --device cpu"),
+    (("bench", "--device", "cuda:7"), 4, "torch sees no cuda:7"),
+    (("bench", "--html", "x.html"), 2, "--html goes with --roofline"),
+    (("bench", "--roofline", "--odd"), 2, "leave one out"),
+    (("bench", "--features", "--seqlens", "512"), 2, "leave out --seqlens"),
+    (("run", "--json", "{root}/missing.py"), 2, "run has no option --json"),
 ]
 
 
@@ -176,6 +193,21 @@ def test_verify_runs_the_kernels_in_the_emulator(single):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--dtype", "fp8"), "no float8_e4m3fn kernel for Ampere, but for Hopper. Type: flashpatch verify --gpu hopper --dtype float8_e4m3fn"),
+        (("--dtype", "fp64"), "no float64 kernel for Ampere, nor for any other GPU"),
+        (("--gpu", "v100"), "no kernel for Volta and older, but for Turing, Ampere, "),
+    ],
+)  # fmt: skip
+def test_why_nothing_was_verified(arguments, words):
+    result = run("verify", "--emulate", *arguments)
+    assert result.exit_code == 3 and words in result.stdout and "emulator, at small sizes" not in result.stdout
+    assert "Nothing was verified" in result.stdout
+
+
+@needs_compiler
 def test_verify_in_words(single):
     result = run("verify")
     assert result.exit_code == 0
@@ -223,15 +255,15 @@ def test_a_machine_that_can_do_nothing_says_what_to_type(monkeypatch):
 
 
 def test_demote_edits_the_matrix_by_its_evidence(monkeypatch, tmp_path):
-    data = yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))
+    data = yaml.safe_load(support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8"))
     for row in data["rows"]:
         if "hopper" in row.get("status", {}):
             row["status"] = {**row["status"], "hopper": "verified"}
             row["evidence"] = "h200.json"
     path = tmp_path / "compat_matrix.yaml"
     path.write_text(yaml.safe_dump(data), encoding="utf-8")
-    monkeypatch.setattr(planning, "find", lambda name: path)
-    monkeypatch.setattr(planning, "support", lambda: planning.load_matrix(yaml.safe_load(path.read_text())))
+    monkeypatch.setattr(support_matrix, "find", lambda name: path)
+    monkeypatch.setattr(planning, "support", lambda: support_matrix.load_matrix(yaml.safe_load(path.read_text())))
     monkeypatch.setattr(evidence, "folder", lambda: tmp_path)
     result = run("verify", "--demote")
     assert result.exit_code == 0 and "on hopper: verified -> compiled" in result.stdout
@@ -567,7 +599,7 @@ def test_a_missing_nvrtc_and_an_unwritable_cache_are_problems(monkeypatch):
 def test_numbers_json_has_no_word_for_are_null():
     from flashpatch.cli import rendering
 
-    check = verification.Check("out", math.nan, math.inf, 1.0, False, "")
+    check = case_runs.Check("out", math.nan, math.inf, 1.0, False, "")
     assert rendering.document(check)["error"] is None and rendering.document(check)["eager_error"] is None
 
 
@@ -590,3 +622,19 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch, capsys):
     rendering.table(["a", "b"], [["[1]", 2]])
     drawn = capsys.readouterr().out
     assert "[1]" in drawn and drawn != "a    b\n[1]  2\n"
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line():
+    """huggingface_hub sets its own log level when it is imported: it must find ours before.."""
+    program = (
+        "import os, sys; sys.argv = ['flashpatch', 'cost', 'nobody/nothing']\n"
+        "os.environ['HF_ENDPOINT'] = 'http://127.0.0.1:9'\n"
+        "import time; time.sleep = lambda seconds: None\n"
+        "from flashpatch.cli import main; main()"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(
+        r"flashpatch: nobody/nothing is not in the local cache and the hub cannot be reached; .*\n", done.stderr
+    )

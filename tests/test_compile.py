@@ -23,7 +23,7 @@ from pathlib import Path
 import nvrtc
 import pytest
 
-from flashpatch import cases, compiler, kernel_sets, planning
+from flashpatch import cases, compiler, kernel_sets, planning, support_matrix
 from flashpatch.problem import DIRECTIONS, Config, Plan, Problem
 
 MATRIX = planning.support()
@@ -346,7 +346,7 @@ def test_builds(arch, major, which):
 
 
 def test_the_default_run_stands_for_the_grid():
-    kernels = {path.stem for path in planning.find("cuda_src").glob("*.cu")}
+    kernels = {path.stem for path in support_matrix.find("cuda_src").glob("*.cu")}
     kernels = {kernel for kernel in kernels if not kernel.startswith("pairwise")}  # tests/test_pairwise.py builds those
     chosen = representative(RECORDED[0])
     assert {target.config.kernel for target in chosen} == kernels

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import flashpatch
-from flashpatch import cases, emulator, fallback, ops, planning, reference, tolerance
+from flashpatch import cases, emulator, fallback, operators, planning, reference, tolerance
 from flashpatch.call import Call
 from flashpatch.problem import Config, DeclinedError, Problem
 
@@ -102,7 +102,7 @@ def test_what_no_kernel_takes_is_declined_by_name(gpu, problem, code):
 def test_shapes_without_values():
     """Under torch.compile and on the meta device nothing is computed; out is bfloat16 there too."""
     q, k, v = (tensor.to("meta") for tensor in qkv())
-    out, logsumexp = ops._forward_op(q, k, v, *ops._flat(Call(0.1, 9, 13)), False, 0)
+    out, logsumexp = operators.forward_op(q, k, v, *operators.flat(Call(0.1, 9, 13)), False, 0)
     assert (out.dtype, out.shape) == (torch.bfloat16, q.shape) and logsumexp.dtype == torch.float32
 
 
@@ -115,6 +115,20 @@ def test_models_and_feature_costs_have_none(command):
 
 
 # ---- computed ----
+
+
+@pytest.mark.parametrize("size", ["batch", "seqlen_q", "seqlen_k", "heads"])
+def test_nothing_times_factors_is_nothing(size):
+    q, k, v = qkv(**{size: 0})
+    factors = descales(batch=k.shape[0])
+    out = flashpatch.attention(q, k, v, **factors, causal=True, on_decline="fallback")
+    assert out.shape == q.shape and out.dtype == torch.bfloat16 and not out.any()
+    starts = {name: torch.arange(k.shape[0] + 1, dtype=torch.int32) * t.shape[1] for name, t in (("q", q), ("k", k))}
+    packed = flashpatch.attention(
+        *(tensor.flatten(0, 1) for tensor in (q, k, v)), **factors, cu_seqlens_q=starts["q"], cu_seqlens_k=starts["k"],
+        max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], on_decline="fallback",
+    )  # fmt: skip
+    assert packed.shape == q.flatten(0, 1).shape and not packed.any()
 
 
 @pytest.mark.parametrize(

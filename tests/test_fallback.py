@@ -13,7 +13,7 @@ from hypothesis import strategies
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flashpatch import fallback, reference, tolerance
+from flashpatch import dropout, fallback, reference, score_tiles, tolerance
 from flashpatch.call import Call
 
 
@@ -308,16 +308,16 @@ def one_thread():
 def tiles(request, monkeypatch):
     """Everything in one tile, and many tiles whose edges fall anywhere."""
     if request.param == "tiny_tiles":
-        monkeypatch.setattr(fallback, "TILE_SCORES", 1)
-        monkeypatch.setattr(fallback, "TILE_SCORES_CPU", 1)
-        monkeypatch.setattr(fallback, "TILE_MINIMUM", 7)
-        monkeypatch.setattr(fallback, "TILE_ROWS", 5)
+        monkeypatch.setattr(score_tiles, "TILE_SCORES", 1)
+        monkeypatch.setattr(score_tiles, "TILE_SCORES_CPU", 1)
+        monkeypatch.setattr(score_tiles, "TILE_MINIMUM", 7)
+        monkeypatch.setattr(score_tiles, "TILE_ROWS", 5)
 
 
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """The fallback may not look at values, as on a GPU: nothing skipped by values, NaN contained without looking."""
-    monkeypatch.setattr(fallback, "_on_host", lambda device: False)
+    monkeypatch.setattr(score_tiles, "_on_host", lambda device: False)
 
 
 def assert_equal(config, actual, expected, tolerance=1e-10):
@@ -441,9 +441,9 @@ def test_any_problem(data):
         layout=draw("contiguous", "heads_first", "sliced"),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fallback, "TILE_SCORES_CPU", 1)
-        patch.setattr(fallback, "TILE_MINIMUM", data.draw(strategies.integers(1, 12)))
-        patch.setattr(fallback, "TILE_ROWS", data.draw(strategies.integers(1, 40)))
+        patch.setattr(score_tiles, "TILE_SCORES_CPU", 1)
+        patch.setattr(score_tiles, "TILE_MINIMUM", data.draw(strategies.integers(1, 12)))
+        patch.setattr(score_tiles, "TILE_ROWS", data.draw(strategies.integers(1, 40)))
         inputs = Inputs(case, torch.float64, seed=data.draw(strategies.integers(0, 2**31)))
         assert_equal(str(case), inputs.run(), inputs.expected())
 
@@ -453,13 +453,18 @@ def test_any_problem(data):
 HIDING = ["causal", "window=3,0", "seqused-causal", "key_ranges=BQ", "mask=B11K", "varlen-causal", "varlen-rows_after"]
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "k=-inf"])
+@pytest.mark.parametrize(
+    "poison, softcap",
+    [(math.nan, 0.0), (math.inf, 0.0), (-math.inf, 0.0), (math.nan, 2.0)],
+    ids=["nan", "inf", "k=-inf", "nan-softcap"],
+)
 @pytest.mark.parametrize("looks", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("name", HIDING)
-def test_a_poisoned_key_reaches_only_rows_that_see_it(name, looks, poison, tiles, monkeypatch):
-    """Rows that do not see the broken key, and keys that those rows alone see, keep every digit; the others show NaN."""
-    monkeypatch.setattr(fallback, "_on_host", lambda device: looks)
-    case = replace(CASES[name], bias="BHQK")
+def test_a_poisoned_key_reaches_only_rows_that_see_it(name, looks, poison, softcap, tiles, monkeypatch):
+    """Rows that do not see the broken key, and keys that those rows alone see, keep every digit; the others show NaN, out
+    of an infinite K what eager attention has there: a score of -inf is a probability of 0, one of inf NaN."""
+    monkeypatch.setattr(score_tiles, "_on_host", lambda device: looks)
+    case = replace(CASES[name], bias="BHQK", softcap=softcap)
     clean = Inputs(case, torch.float64)
     key = (0, 6) if clean.call.cu_seqlens_k is None else (6,)
 
@@ -483,7 +488,12 @@ def test_a_poisoned_key_reaches_only_rows_that_see_it(name, looks, poison, tiles
     actual = broken.run()
     for result in ("out", "dq"):
         torch.testing.assert_close(actual[result][~sees], expected[result][~sees], rtol=1e-10, atol=1e-10)
-        assert actual[result][sees].isnan().all(), "whoever sees a NaN must show it"
+        if result == "dq" or poison != -math.inf:
+            assert actual[result][sees].isnan().all(), "whoever sees a NaN must show it"
+    if poison == -math.inf:
+        eager = broken.expected()
+        torch.testing.assert_close(actual["out"], eager["out"], rtol=1e-10, atol=1e-10, equal_nan=True)
+        expected |= {name: eager[name] for name in ("dk", "dv", "dbias")}
     blind = ~sees.transpose(-1, -2)
     torch.testing.assert_close(actual["logsumexp"][blind], expected["logsumexp"][blind], rtol=1e-10, atol=1e-10)
     for result in ("dk", "dv", "dbias"):
@@ -563,7 +573,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["causal", "window=3,0", "gqa", "dropout", "sinks-softcap-alibi", "bias=B11K"])
 def test_memory_is_linear(name, monkeypatch):
     """No tensor grows with seqlen_q * seqlen_k: four times the length makes none more than four times as large."""
-    monkeypatch.setattr(fallback, "TILE_SCORES_CPU", 1 << 13)
+    monkeypatch.setattr(score_tiles, "TILE_SCORES_CPU", 1 << 13)
     largest = []
     for seqlen in (96, 384):
         inputs = Inputs(replace(CASES[name], batch=1, seqlen_q=seqlen, seqlen_k=seqlen), torch.float32)
@@ -653,7 +663,7 @@ KNOWN = [
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN, ids=["zeros", "ones", "pi"])
 def test_philox_known_answers(counter, key, words):
     tensors = [torch.tensor(x) for x in (*counter, *key)]
-    assert tuple(int(x) for x in fallback.philox(tensors[:4], tensors[4:])) == words
+    assert tuple(int(x) for x in dropout.philox(tensors[:4], tensors[4:])) == words
     assert tuple(int(x) for x in reference.philox(counter, key)) == words
 
 
@@ -661,7 +671,7 @@ def test_philox_equals_numpy():
     generator = numpy.random.default_rng(0)
     counter, key = generator.integers(0, 2**32, (4, 1000)), generator.integers(0, 2**32, 2)
     expected = reference.philox(counter, key)
-    actual = fallback.philox([torch.from_numpy(c) for c in counter], [torch.tensor(int(k)) for k in key])
+    actual = dropout.philox([torch.from_numpy(c) for c in counter], [torch.tensor(int(k)) for k in key])
     assert all((a.numpy() == e).all() for a, e in zip(actual, expected, strict=True))
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tiny_models import BY_NAME
 
 import flashpatch
-from flashpatch import cases, counting, evidence, execution, reference, tolerance, verification
+from flashpatch import case_runs, cases, counting, evidence, execution, reference, tolerance
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_a_sample_of_the_evidence_is_derived_anew(gpu):
     """Recorded cases with fresh seeds: what the evidence says still holds on this machine."""
     found = cases.cases(gpu)
     for case in random.SystemRandom().sample(found, 24):
-        result = verification.run_case(case, gpu, seed=random.SystemRandom().randrange(2**31))
+        result = case_runs.run_case(case, gpu, seed=random.SystemRandom().randrange(2**31))
         assert result.passed, (case.name, result.seed, result.error, [c.message for c in result.checks if not c.passed])
         assert sum(result.launches.values()) or 0 in (case.batch, case.seqlen_q), case.name
 

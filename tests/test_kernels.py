@@ -16,7 +16,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashpatch
-from flashpatch import cases, counting, emulator, kernel_sets, launcher, planning, reference, tile_counts, verification
+from flashpatch import (
+    case_runs,
+    cases,
+    counting,
+    emulator,
+    kernel_launch,
+    kernel_sets,
+    launcher,
+    planning,
+    reference,
+    support_matrix,
+    tile_counts,
+)
 from flashpatch.call import Call
 from flashpatch.problem import Plan, Problem
 
@@ -35,7 +47,7 @@ MOST_BUILDS = 100  # of the claims in the default run: each costs a second
 
 
 def plans(case, device):
-    return [plan for plan in verification.plans_of(case.problem, device) if isinstance(plan, Plan)]
+    return [plan for plan in case_runs.plans_of(case.problem, device) if isinstance(plan, Plan)]
 
 
 def builds(case, device):
@@ -100,7 +112,7 @@ def expected_launches(case, device):
     ],
 )
 def test_what_the_matrix_claims(case, device):
-    result = verification.run_case(case, device, seed=0)
+    result = case_runs.run_case(case, device, seed=0)
     assert result.error == ""
     assert [check.message for check in result.checks if not check.passed] == []
     assert {"out", "logsumexp"} <= {check.tensor for check in result.checks}
@@ -112,7 +124,9 @@ def test_what_the_matrix_claims(case, device):
 def test_the_default_run_reaches_every_kernel_and_feature():
     """A new source, kernel, feature, dtype or head dim fails here until some claim in the default run has it."""
     # pairwise has claims of its own: tests/test_pairwise.py
-    sources = {path.stem for path in planning.find("cuda_src").glob("*.cu") if not path.stem.startswith("pairwise")}
+    sources = {
+        path.stem for path in support_matrix.find("cuda_src").glob("*.cu") if not path.stem.startswith("pairwise")
+    }
     launched = Counter()
     cells = set()
     for case, device in QUICK:
@@ -130,6 +144,24 @@ def test_the_default_run_reaches_every_kernel_and_feature():
     assert own <= {(kernel, head_dim) for kernel, _, _, head_dim, _ in cells}
     assert {generation for _, generation, *_ in cells} == {device.generation for device in DEVICES}
     assert len({config for claim in QUICK for config in builds(*claim)}) <= MOST_BUILDS
+
+
+@pytest.mark.parametrize("generation", ["ampere", "hopper"])
+@pytest.mark.parametrize("batch, heads", [(2, 0), (0, 2)], ids=["no query heads", "no sequences"])
+@pytest.mark.parametrize("feature", ["plain", "mask"])
+def test_nothing_is_launched_where_nothing_asks(monkeypatch, generation, batch, heads, feature):
+    """Kernels divide by the query heads of a key head, and a mask of no sequences has no memory to be read."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    monkeypatch.setenv("FLASHPATCH_GENERATION", generation)
+    monkeypatch.setattr(kernel_launch, "launched", Counter())
+    q = torch.randn(batch, 3, heads, 64, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(batch, 4, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    mask = torch.ones(1, 1, 1, 4, dtype=torch.bool) if feature == "mask" else None
+    out, logsumexp = flashpatch.attention(q, k, v, mask=mask, return_logsumexp=True)
+    out.float().sum().backward()
+    assert out.shape == q.shape and logsumexp.shape == (batch, heads, 3) and q.grad.shape == q.shape
+    assert torch.equal(k.grad, torch.zeros_like(k)) and torch.equal(v.grad, torch.zeros_like(v))
+    assert not kernel_launch.launched
 
 
 # ---- fp32 ----
@@ -466,7 +498,7 @@ def faults(asked: Asked, family: Family):
     """What is wrong with the kernels' results on a problem: a message for each tensor beyond its bound."""
     inputs = inputs_of(asked, family)
     forward, backward = family.plan("forward"), family.plan("backward")
-    with verification._Poison():
+    with case_runs._Poison():
         out, logsumexp, _ = launcher.forward(forward, inputs.q, inputs.k, inputs.v, inputs.call)
         dlogsumexp = inputs.dlogsumexp if asked.with_dlogsumexp else None
         arguments = (inputs.dout, dlogsumexp, inputs.q, inputs.k, inputs.v, out, logsumexp, inputs.call)
@@ -474,13 +506,13 @@ def faults(asked: Asked, family: Family):
     heads = asked.heads_kv * asked.group
     case = cases.Case(forward.problem, len(asked.lengths), 0, 0, heads, asked.heads_kv)  # only batch and heads count
     inputs = dataclasses.replace(inputs, dout=inputs.dout.nan_to_num(0.0))
-    expected, eager = (verification._expected(case, inputs, upcast, backward=True) for upcast in (True, False))
+    expected, eager = (case_runs._expected(case, inputs, upcast, backward=True) for upcast in (True, False))
     extra = rounding_of_delta(inputs, expected["out"])
     found = []
-    for name, tensor in zip(verification.OUTPUTS, (out, logsumexp, *gradients), strict=True):
+    for name, tensor in zip(case_runs.OUTPUTS, (out, logsumexp, *gradients), strict=True):
         if tensor is not None:
-            largest = verification._largest(expected["logsumexp"])
-            check = verification._check(name, tensor, eager[name], expected[name], out.dtype, largest, None)
+            largest = case_runs._largest(expected["logsumexp"])
+            check = case_runs._check(name, tensor, eager[name], expected[name], out.dtype, largest, None)
             allowed = max(check.bound + extra.get(name, 0.0), EXACT)
             if not check.error <= allowed:
                 found.append(f"{check.message}; allowed here {allowed:.3e}")
@@ -553,7 +585,7 @@ def counters_of(device, dtype, head_dim, features=(), patch=None):
     """Kernel -> counters of one forward and backward over several blocks each way; results aside."""
     case = cases.Case(Problem("forward", dtype, head_dim, head_dim, frozenset(features)), 1, 200, 264, 1, 1)
     with watched(patch) as kernels:
-        verification.run_case(case, device, seed=0)
+        case_runs.run_case(case, device, seed=0)
     assert set(kernels) == set(expected_launches(case, device))
     return {name: kernel.last for name, kernel in kernels.items()}
 

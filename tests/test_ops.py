@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashpatch
-from flashpatch import counting, emulator, execution, ops, reference
+from flashpatch import counting, emulator, execution, operators, reference
 from flashpatch.call import Call
 from flashpatch.problem import DeclinedError
 
@@ -63,7 +63,7 @@ def test_opcheck(case):
     changes = {"causal": {"window_right": 0}, "bias-sinks": {
         "bias": torch.randn(1, 4, 9, 9, requires_grad=True), "sinks": torch.randn(4, requires_grad=True),
     }}.get(case, {})  # fmt: skip
-    torch.library.opcheck(ops._forward_op, arguments(q, k, v, **changes))
+    torch.library.opcheck(operators.forward_op, arguments(q, k, v, **changes))
 
 
 def test_gradients_equal_the_reference():
@@ -223,13 +223,26 @@ def test_dropout_is_replayed_in_a_recompute():
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0)], ids=["batch", "queries", "keys"])
-def test_empty(shape):
+@pytest.mark.parametrize(
+    "shape", [(0, 5, 5, 4), (2, 0, 5, 4), (2, 5, 0, 4), (2, 5, 5, 0)], ids=["batch", "queries", "keys", "query heads"]
+)
+@pytest.mark.parametrize(
+    "option", ["plain", "causal", "mask", "bias", "sinks", "alibi_slopes", "seqused_k", "dropout_p"]
+)
+def test_empty(shape, option):
     q, k, v = qkv(*shape, grad=True)
-    out, logsumexp = attention(q, k, v, return_logsumexp=True)
+    given = {
+        "plain": {}, "causal": {"causal": True}, "mask": {"mask": torch.ones(1, 1, 1, shape[2], dtype=torch.bool)},
+        "bias": {"bias": torch.zeros(shape[3], shape[1], 1, requires_grad=True)},
+        "sinks": {"sinks": torch.zeros(shape[3], requires_grad=True)}, "alibi_slopes": {"alibi_slopes": torch.ones(shape[3])},
+        "seqused_k": {"seqused_k": torch.full((shape[0],), shape[2], dtype=torch.int32)}, "dropout_p": {"dropout_p": 0.5},
+    }[option]  # fmt: skip
+    out, logsumexp = attention(q, k, v, **given, return_logsumexp=True)
     assert out.shape == q.shape and not out.any()
     out.sum().backward()
-    assert not q.grad.any() and logsumexp.shape == (shape[0], 4, shape[1])
+    assert not q.grad.any() and not k.grad.any() and logsumexp.shape == (shape[0], shape[3], shape[1])
+    for learned in (given.get("bias"), given.get("sinks")):
+        assert learned is None or torch.equal(learned.grad, torch.zeros_like(learned))
 
 
 BAD = {
@@ -346,14 +359,33 @@ def test_function_transforms_give_the_gradients_of_backward():
     ):
         for ours, plain in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, plain)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        stacked = [torch.stack([tensor, tensor + 1]) for tensor in tensors]
-        each = torch.vmap(torch.func.grad(loss, argnums=every))(*stacked)
-        values = torch.vmap(loss)(*stacked)
+    stacked = [torch.stack([tensor, tensor + 1]) for tensor in tensors]
+    each = torch.vmap(torch.func.grad(loss, argnums=every))(*stacked)
+    values = torch.vmap(loss)(*stacked)
     torch.testing.assert_close(values[0], loss(*tensors))
     for ours, plain in zip(each, expected, strict=True):
         torch.testing.assert_close(ours[0], plain)
+
+
+@pytest.mark.parametrize(
+    "in_dims, keywords, calls",
+    [((0, 0, 0), {}, 1), ((3, 0, 1), {"causal": True}, 1), ((0, None, None), {}, 3), ((0, 0, 0), {"sinks": torch.ones(4)}, 3)],
+    ids=["all", "other dimensions", "shared keys", "sinks"],
+)  # fmt: skip
+def test_vmap_is_one_call_where_batches_can_be_joined(in_dims, keywords, calls):
+    stacked = [torch.stack([tensor * factor for factor in (1, 2, 3)]) for tensor in qkv(seqlen_k=7)]
+
+    def loss(q, k, v):
+        return attention(q, k, v, **keywords).square().sum()
+
+    one = torch.func.grad(loss, argnums=0)
+    given = [x[0] if dim is None else x for x, dim in zip(stacked, in_dims, strict=True)]
+    each = [one(*(x if dim is None else x[i] for x, dim in zip(given, in_dims, strict=True))) for i in range(3)]
+    given = [x if dim is None else x.movedim(0, dim) for x, dim in zip(given, in_dims, strict=True)]
+    before = flashpatch.stats()["calls"]
+    values = torch.vmap(loss, in_dims=in_dims)(*given)
+    assert flashpatch.stats()["calls"] - before == calls and values.shape == (3,)
+    torch.testing.assert_close(torch.vmap(one, in_dims=in_dims)(*given), torch.stack(each))
 
 
 def test_a_bias_that_repeats_itself_and_gets_no_gradient():

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 import flashpatch
-from flashpatch import compiler, emulator, pair_launching, pair_planning, planning, reference, tolerance
+from flashpatch import compiler, emulator, pair_launching, pair_planning, planning, reference, support_matrix, tolerance
 from flashpatch.pair_planning import COSTS, REDUCTIONS, PairPlan, PairProblem
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,6 +288,11 @@ def test_compiles_into_one_graph():
         ({"x": torch.zeros(3)}, r"got \[3\]"),
         ({"x": torch.zeros(5, 3).int(), "y": torch.zeros(6, 3).int()}, "torch.int32"),
         ({"on_decline": "warn"}, "neither 'error' nor"),
+        ({"x": [[0.0]]}, r"x is list, not a torch\.Tensor"),
+        ({"bias": [0.0]}, r"bias is list, not a torch\.Tensor"),
+        ({"y": torch.zeros(6, 3).to_sparse()}, "y is a sparse_coo tensor"),
+        ({"scale": "auto"}, "scale=auto is not a finite number"),
+        ({"reduce": "topk", "k": 2.0}, "k=2.0 is not an int"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(change, message):
@@ -353,21 +358,23 @@ def test_what_is_called_verified_ran():
     ],
 )
 def test_a_section_that_contradicts_itself_does_not_load(spoil, message):
-    data = copy.deepcopy(yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8")))
+    data = copy.deepcopy(yaml.safe_load(support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8")))
     spoil(data["pairwise"])
-    with pytest.raises(planning.MatrixError, match=message):
+    with pytest.raises(support_matrix.MatrixError, match=message):
         pair_planning.load(data)
 
 
 def test_params_match_the_launcher():
-    text = re.sub(r"//[^\n]*", "", (planning.find("cuda_src") / "params_pairwise.cuh").read_text(encoding="utf-8"))
+    text = re.sub(
+        r"//[^\n]*", "", (support_matrix.find("cuda_src") / "params_pairwise.cuh").read_text(encoding="utf-8")
+    )
     body = re.search(r"struct PairParams \{(.*?)\n\};", text, re.DOTALL).group(1)
     names = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
     assert tuple(names) == pair_launching.FIELDS
 
 
 def test_costs_are_numbered_as_in_the_kernels():
-    text = (planning.find("cuda_src") / "pairwise.cuh").read_text(encoding="utf-8")
+    text = (support_matrix.find("cuda_src") / "pairwise.cuh").read_text(encoding="utf-8")
     numbered = re.search(r"constexpr int (kSqeuclidean = .*);", text).group(1)
     names = ["".join(part.capitalize() for part in cost.split("_")) for cost in COSTS]
     assert numbered == ", ".join(f"k{name} = {number}" for number, name in enumerate(names))

@@ -6,18 +6,20 @@ import copy
 import dataclasses
 import itertools
 import pickle
+import re
 
 import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flashpatch import compiler, emulator, execution, kernel_sets, planning, support_table
-from flashpatch.planning import MatrixError, load_matrix, resolve, shared_memory
+from flashpatch import compiler, emulator, execution, kernel_sets, planning, support_matrix, support_table
+from flashpatch.planning import resolve, shared_memory
 from flashpatch.problem import DIRECTIONS, DTYPES, Decline, DeclinedError, Device, Plan, Problem, Reason
+from flashpatch.support_matrix import MatrixError, load_matrix
 
 MATRIX = planning.support()
-RAW = yaml.safe_load(planning.find("compat_matrix.yaml").read_text(encoding="utf-8"))
+RAW = yaml.safe_load(support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8"))
 GPUS = [planning.device_for(number) for number in MATRIX.capabilities]
 
 
@@ -286,6 +288,43 @@ def test_all_reasons_at_once_and_what_would_run():
     answer = resolve(Problem("backward", "float64", 64, 64, frozenset({"bias"})), planning.gpu("h200"))
     assert {reason.code for reason in answer.reasons} == {"dtype"}
     assert answer.nearest.startswith("bfloat16, head_dim 64")
+
+
+@pytest.mark.parametrize("generation", sorted(MATRIX.generations))
+def test_the_nearest_request_runs_and_is_not_the_one_declined(generation):
+    device = planning.gpu(generation)
+    asked = itertools.product(
+        DIRECTIONS, DTYPES, ((32, 32), (50, 64), (64, 256), (256, 256), (576, 576), (1024, 8)),
+        ((), ("mask",), ("bias", "varlen"), ("causal", "unequal_head_dims")),
+    )  # fmt: skip
+    for direction, dtype, (head_dim, head_dim_v), features in asked:
+        problem = Problem(direction, dtype, head_dim, head_dim_v, frozenset(features))
+        answer = resolve(problem, device)
+        if isinstance(answer, Plan) or not MATRIX.supported.get((device.generation, direction)):
+            continue
+        named = re.fullmatch(r"(\w+), head_dim (\d+)(?:, head_dim_v (\d+))?(?:, ([\w +]+))?", answer.nearest)
+        assert named, (problem, answer.nearest)
+        dtype, size, size_v, words = named.groups()
+        found = Problem(
+            direction, dtype, int(size), int(size_v or size), frozenset(words.split(" + ") if words else ())
+        )
+        assert isinstance(resolve(found, device), Plan), (problem, answer.nearest)
+        assert found != problem
+
+
+@pytest.mark.parametrize(
+    "gpu, dtype, head_dim, features, nearest",
+    [
+        ("h200", "float8_e4m3fn", 32, (), "float8_e4m3fn, head_dim 48"),
+        ("a10", "bfloat16", 512, ("causal",), "bfloat16, head_dim 256, causal"),
+        ("a100", "bfloat16", 64, ("bias", "varlen", "causal"), "bfloat16, head_dim 64, bias + causal"),
+        ("a100", "bfloat16", 4, (), "bfloat16, head_dim 8"),
+        ("v100", "float16", 64, (), ""),
+    ],
+)
+def test_what_would_run_instead(gpu, dtype, head_dim, features, nearest):
+    problem = Problem("backward" if head_dim == 512 else "forward", dtype, head_dim, head_dim, frozenset(features))
+    assert resolve(problem, planning.gpu(gpu)).nearest == nearest
 
 
 @pytest.mark.parametrize("features", [(), ("bias", "key_ranges")], ids=["plain", "with a bias"])

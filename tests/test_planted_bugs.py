@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from flashpatch import emulator, launcher, planning, reference, tolerance
+from flashpatch import emulator, emulator_builds, launcher, planning, reference, tolerance
 from flashpatch.call import Call
 from flashpatch.problem import Config, Device, Plan, Problem
 
@@ -852,6 +852,6 @@ def test_planted_bug_is_noticed(bug, monkeypatch):
 
 def test_every_bug_has_its_place():
     """Also those that only `-m slow` plants: a source that has changed makes the entry fail here."""
-    sources = emulator._staged(None, None)
+    sources = emulator_builds.sources()
     for bug in BUGS:
         assert bug.patch(bug.source, sources[bug.source]) != sources[bug.source]

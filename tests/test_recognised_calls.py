@@ -1,9 +1,12 @@
 """Calls like the one before are recognised without looking at them anew: what may pass as alike, and what must not."""
 
+from decimal import Decimal
+
+import numpy as np
 import pytest
 import torch
 
-from flashpatch import execution, ops, reference, tensor_layouts
+from flashpatch import execution, known_calls, ops, reference, tensor_layouts
 
 
 def tensors(requires_grad=False, dtype=torch.float32):
@@ -71,11 +74,11 @@ def checks(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(ops, "check", counted)
-    monkeypatch.setattr(ops, "_known", {})
-    monkeypatch.setattr(ops, "_latest", {})
+    known_calls.forget()
     monkeypatch.setattr(execution, "_forwards", execution._Prepared())
     monkeypatch.setattr(execution, "_backwards", execution._Prepared())
-    return count
+    yield count
+    known_calls.forget()
 
 
 def attention(q, k, v, **options):
@@ -175,6 +178,43 @@ def test_wrong_arguments_are_still_named_after_right_ones(checks):
             attention(q, k, v, **wrong)
     with pytest.raises((ValueError, TypeError), match=r"\bk\b"):
         attention(q, None, v)
+
+
+REFUSED = [
+    ("window_size", (2, 0), (2.0, 0.0)), ("window_size", (2, 0), torch.tensor([2, 0])), ("window_size", (1, 0), (True, False)),
+    ("window_size", (2, 0), (Decimal(2), 0)), ("window_size", (0, 1), range(2)), ("window_size", (2, 0), iter((2, 0))),
+    ("softcap", 2.0, Decimal(2)), ("softcap", 2.0, 2 + 0j), ("softmax_scale", 0.5, Decimal("0.5")),
+    ("dropout_p", 0.0, 0j), ("dropout_p", 0.0, torch.tensor([0.0, 0.0])), ("causal", True, torch.tensor(True)),
+    ("deterministic", True, "no"), ("deterministic", True, torch.tensor([1, 0])),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+@pytest.mark.parametrize("name, right, wrong", REFUSED, ids=[f"{name}-{wrong!r:.20}" for name, _, wrong in REFUSED])
+def test_what_is_refused_is_refused_after_its_equal_too(checks, name, right, wrong):
+    """2 == 2.0 == Decimal(2), and they have one hash: equality alone would let the second pass where the first had been."""
+    q, k, v = tensors()
+    for _ in range(3):
+        attention(q, k, v, **{name: right})
+    with pytest.raises(ValueError, match=f"{name} is "):
+        attention(q, k, v, **{name: wrong})
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+@pytest.mark.parametrize("recognised", [False, True], ids=["looked at", "recognised"])
+@pytest.mark.parametrize(
+    "name, plain, other",
+    [("window_size", (3, 0), [np.int64(3), np.int32(0)]), ("window_size", (3, 0), [3, 0]), ("causal", True, 1),
+     ("causal", True, np.True_), ("softcap", 1.0, True), ("softcap", 1.0, 1), ("softcap", 2.0, np.float32(2)),
+     ("softmax_scale", 1.0, 1), ("dropout_p", 0.0, False), ("dropout_p", 0.0, np.float64(0)), ("deterministic", True, 1)],
+    ids=str,
+)  # fmt: skip
+def test_what_is_taken_means_the_same_before_and_after(checks, name, plain, other, recognised):
+    q, k, v = tensors()
+    expected = attention(q, k, v, **{name: plain}) if recognised else None
+    for _ in range(2):
+        out = attention(q, k, v, **{name: other})
+    assert torch.equal(out, attention(q, k, v, **{name: plain}) if expected is None else expected)
 
 
 def test_another_torchs_guards_are_done_without(monkeypatch):

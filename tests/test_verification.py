@@ -11,7 +11,18 @@ import torch
 import torch._dynamo  # the first dispatch mode imports it, which must not happen while a test replaces torch.device
 import yaml
 
-from flashpatch import cases, compiler, evidence, fallback, kernel_launch, launcher, planning, verification
+from flashpatch import (
+    case_runs,
+    cases,
+    compiler,
+    evidence,
+    fallback,
+    kernel_launch,
+    launcher,
+    planning,
+    support_matrix,
+    verification,
+)
 from flashpatch.arguments import check as check_arguments
 from flashpatch.problem import Plan, Problem
 
@@ -19,7 +30,7 @@ EMULATED = planning.device_for((8, 0), "CPU emulator (Ampere)", backend="emulate
 DEVICES = [EMULATED, planning.gpu("h200"), planning.gpu("rtx 4090"), planning.gpu("a100")]
 
 
-check = functools.partial(check_arguments, causal=False, softmax_scale=None)
+check = functools.partial(check_arguments, causal=False, softmax_scale=None, deterministic=False)
 
 
 def ids(device):
@@ -34,7 +45,7 @@ def test_every_claimed_cell_is_reached(device):
     reached = {
         cell
         for case in cases.cases(device)
-        for plan in verification.plans_of(case.problem, device)
+        for plan in case_runs.plans_of(case.problem, device)
         if isinstance(plan, Plan)
         for cell in plan.cells
     }
@@ -137,7 +148,7 @@ def kernels(monkeypatch):
             return self._done(plan, ("out", "logsumexp"), fallback.forward(q, k, v, call))
 
         def backward(self, plan, *arguments):
-            return self._done(plan, verification.OUTPUTS[2:], fallback.backward(*arguments))
+            return self._done(plan, case_runs.OUTPUTS[2:], fallback.backward(*arguments))
 
     stand_in = Kernels()
     monkeypatch.setattr(launcher, "forward", stand_in.forward)
@@ -156,9 +167,9 @@ SMALL = [case for case in cases.cases(EMULATED) if case.problem.head_dim <= 64]
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_a_right_implementation_passes_every_case(kernels, case):
-    result = verification.run_case(case, EMULATED, 5)
+    result = case_runs.run_case(case, EMULATED, 5)
     assert result.passed, [check.message for check in result.checks]
-    backward = isinstance(verification.plans_of(case.problem, EMULATED)[1], Plan)
+    backward = isinstance(case_runs.plans_of(case.problem, EMULATED)[1], Plan)
     assert sum(result.launches.values()) == 1 + backward * (1 + ("deterministic" in case.problem.features))
 
 
@@ -171,7 +182,7 @@ def one_nan(tensor):
 @pytest.mark.parametrize("change", [lambda tensor: tensor * 1.1 + 0.05, one_nan], ids=["scaled", "one NaN"])
 def test_a_wrong_result_fails_by_name(kernels, name, change):
     kernels.spoil(name, change)
-    result = verification.run_case(case_of("causal", "gqa", "sinks"), EMULATED, 0)
+    result = case_runs.run_case(case_of("causal", "gqa", "sinks"), EMULATED, 0)
     wrong = [check for check in result.checks if not check.passed]
     assert wrong[0].tensor == name and wrong[0].message.startswith(f"{name}: ") and "beyond" in wrong[0].message
     # a backward is fed with what its forward returned; nothing is fed with a gradient
@@ -180,7 +191,7 @@ def test_a_wrong_result_fails_by_name(kernels, name, change):
 
 def test_what_is_never_written_is_noticed(kernels):
     kernels.spoil("out", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-    result = verification.run_case(case_of("causal"), EMULATED, 0)
+    result = case_runs.run_case(case_of("causal"), EMULATED, 0)
     assert not result.passed
 
 
@@ -192,7 +203,7 @@ def test_a_window_that_is_one_key_too_wide_is_noticed(kernels, monkeypatch):
         return exact(plan, q, k, v, dataclasses.replace(call, window_left=call.window_left + 1))
 
     monkeypatch.setattr(launcher, "forward", wide)
-    assert not verification.run_case(case, EMULATED, 0).passed
+    assert not case_runs.run_case(case, EMULATED, 0).passed
 
 
 def test_nondeterminism_is_noticed(kernels, monkeypatch):
@@ -203,7 +214,7 @@ def test_nondeterminism_is_noticed(kernels, monkeypatch):
         return (dq + 1e-3 * next(calls), *rest)
 
     monkeypatch.setattr(launcher, "backward", drifting)
-    result = verification.run_case(case_of("deterministic"), EMULATED, 0)
+    result = case_runs.run_case(case_of("deterministic"), EMULATED, 0)
     assert any("two runs" in check.message for check in result.checks)
 
 
@@ -221,7 +232,7 @@ def test_a_failed_build_is_a_failed_case_in_its_own_words(monkeypatch):
         raise compiler.CompileError(compiler.Reason("compile_failed", "no such luck"), "line 3: error")
 
     monkeypatch.setattr(launcher, "forward", refuse)
-    result = verification.run_case(case_of(), EMULATED, 0)
+    result = case_runs.run_case(case_of(), EMULATED, 0)
     assert not result.passed and "no such luck" in result.error and "line 3" in result.error
 
 
@@ -237,8 +248,8 @@ def test_compiled_only_is_not_passed(monkeypatch):
 def test_a_backward_from_rounded_out_is_allowed_what_that_costs():
     """One key and a sink have a row's weight: dP - dout . out cancels, and eager has next to no error that could be the yardstick."""
     case = case_of("sinks", num_heads_kv=4, seqlen_q=3, seqlen_k=1)
-    inputs = verification.make_inputs(case, torch.device("cpu"), seed=0)
-    expected = verification._expected(case, inputs, upcast=True, backward=True)
+    inputs = case_runs.make_inputs(case, torch.device("cpu"), seed=0)
+    expected = case_runs._expected(case, inputs, upcast=True, backward=True)
     q, k, v, dout = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     scale = q.shape[-1] ** -0.5
     weight = (torch.einsum("bihd,bjhd->bhij", q, k) * scale - expected["logsumexp"][..., None]).exp()
@@ -257,7 +268,7 @@ def test_a_backward_from_rounded_out_is_allowed_what_that_costs():
 
 def test_results_without_elements_are_bit_equal_in_any_strides():
     nothing = torch.empty_like(torch.empty(1, dtype=torch.float16).expand(2, 0, 4))
-    assert verification._bit_equal(nothing, nothing) and not verification._bit_equal(nothing, torch.empty(2, 0, 5))
+    assert case_runs._bit_equal(nothing, nothing) and not case_runs._bit_equal(nothing, torch.empty(2, 0, 5))
 
 
 # ---- evidence ----
@@ -283,13 +294,13 @@ def recorded(kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(verification.torch, "device", lambda *_: "cpu")
     report = verification.verify_kernels(device)
     path = evidence.record(report, device, {"driver": "13.0"}, tmp_path)
-    text = planning.find("compat_matrix.yaml").read_text(encoding="utf-8")
+    text = support_matrix.find("compat_matrix.yaml").read_text(encoding="utf-8")
     data = yaml.safe_load(text)
     for row in data["rows"]:
         if "hopper" in row.get("status", {}):
             row["evidence"] = path.name
             row["status"] = {**row["status"], "hopper": "verified"}
-    return path, planning.load_matrix(data)
+    return path, support_matrix.load_matrix(data)
 
 
 def verified(matrix, *features):
