@@ -162,6 +162,7 @@ FP32_SPLIT_PARTS = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_GROWING = hopper("forward_sm90", growing=1, seqlen_q=70, seqlen_k=440, heads=1)
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
+HOPPER_PACKED = replace(HOPPER_CAUSAL, features=frozenset(("varlen",)))
 HOPPER_EIGHT = hopper(
     "forward_sm90",
     dtype=torch.float8_e4m3fn,
@@ -678,19 +679,22 @@ BUGS = [
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "early release", "wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P\n      pin(s_frag);\n      release(rings.k);", "release(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "early release", "wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P\n      pin(s_frag);\n      release_next(rings.k);", "release_next(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "missing rescale", "if (grew) scale_rows(o_frag, factor);", "", "HOPPER_FORWARD"),
     Bug("softmax_sm90.cuh", "missing rescale", "scale_rows(o_frag, factor);", "", "HOPPER_GROWING"),
     Bug("softmax_sm90.cuh", "maximum that stays too long", "if (!vote_any(!stays)) return;", "return;", "HOPPER_GROWING"),
     Bug("forward_sm90.cu", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "dropped barrier", "sync_warp();  // staged", "// staged", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "lost proxy fence", "fence_proxy_async();  // O was", "// O was", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "lost last rows", "  }\n  store_staged();\n}", "  }\n}", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "wrong first row", "kBlockM - s.q_length) / 64 * 64 : 0;", "kBlockM - s.q_length) / 64 * 64 + 64 : 0;", "HOPPER_CAUSAL"),
-    Bug("forward_sm90.cu", "rows before the first", "if (first_row >= 0)\n      store_warp_rows(", "store_warp_rows(", "HOPPER_CAUSAL"),
-    Bug("forward_sm90.cu", "Q of another warpgroup", "rings.work.position * kConsumers + consumer;", "rings.work.position * kConsumers;", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped barrier", "sync_warp();          // of all lanes", "// of all lanes", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "lost proxy fence", "fence_proxy_async();  // ordinary stores", "// ordinary stores", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped wait", "bulk_wait_read<0>();", "", "HOPPER_FORWARD"),
+    Bug("forward_producer_sm90.cuh", "dropped barrier", "sync_warp();  // written by", "// written by", "HOPPER_FORWARD"),
+    Bug("forward_producer_sm90.cuh", "keys of another warpgroup", "first = work.first_row + lane_index() * 64;", "first = work.first_row;", "HOPPER_CAUSAL"),
+    Bug("forward_producer_sm90.cuh", "wrong first row", "kBlockM - s.q_length) / 64 * 64 : 0;", "kBlockM - s.q_length) / 64 * 64 + 64 : 0;", "HOPPER_CAUSAL"),
+    Bug("forward_sm90.cu", "rows before the first", "if (first_row >= 0) store_rows(", "store_rows(", "HOPPER_PACKED"),
+    Bug("forward_sm90.cu", "Q of another warpgroup", "rings.q.position = consumer;", "rings.q.position = 0;", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong row", "mine = row + (lane & 15);", "mine = row + (lane & 7);", "HOPPER_FORWARD"),
-    Bug("tile_sm90.cuh", "past the end", "if (row < row_end && slab * 64 + column < head_dim)", "if (slab * 64 + column < head_dim)", "HOPPER_FORWARD"),
+    Bug("packed_sm90.cuh", "rows of another warp", "first * T::kPitch", "0", "HOPPER_FORWARD"),
+    Bug("packed_sm90.cuh", "past the end", "return {kRaggedRows - length,", "return {kRaggedRows - length - 1,", "HOPPER_PACKED"),
     Bug("tile_sm90.cuh", "wrong step", "kSlabBytes + k * 32 % kPitch", "kSlabBytes + k * 16 % kPitch", "HOPPER_FORWARD"),
     Bug("tile_sm90.cuh", "wrong phase", "parity() ^ 1); }  // a fresh", "parity()); }  // a fresh", "HOPPER_FORWARD"),
     Bug("forward_values_sm90.cu", "keys in order", "words[t][2] = keys[j + 8], words[t][3] = keys[j + 9]", "words[t][2] = keys[j + 2 & 31], words[t][3] = keys[j + 3 & 31]", "HOPPER_EIGHT"),
@@ -760,8 +764,8 @@ BUGS = [
     Bug("backward_sm90.cuh", "stuck head", "      ++head;\n", "", "WIDE"),
     Bug("backward_sm90.cuh", "wrong record", "(m_blocks.end - m_blocks.begin) * heads - 1;", "(m_blocks.end - m_blocks.begin) * heads;", "WIDE"),
     Bug("backward_sm90.cuh", "wrong parity", "parity = (step >> 1 & 1) ^ 1;", "parity = step >> 1 & 1;", "WIDE"),
-    Bug("backward_sm90.cuh", "start of a sequence", "(int)start + length, kRaggedRows}", "length, kRaggedRows}", "HOPPER_VARLEN"),
-    Bug("backward_sm90.cuh", "rows of another sequence", "if (ragged) return {kRaggedRows - length,", "if (ragged) return {kRaggedRows - length - 1,", "HOPPER_VARLEN"),
+    Bug("packed_sm90.cuh", "start of a sequence", "(int)start + length, kRaggedRows}", "length, kRaggedRows}", "HOPPER_VARLEN"),
+    Bug("packed_sm90.cuh", "rows of another sequence", "if (ragged) return {kRaggedRows - length,", "if (ragged) return {kRaggedRows - length - 1,", "HOPPER_VARLEN"),
     # before and after
     Bug("packed_sm90.cuh", "overlapping blocks", "/ rows + b; }", "/ rows; }", "HOPPER_VARLEN"),
     Bug("packed_sm90.cuh", "wrong sequence", "middle) <= at.block", "middle) < at.block", "HOPPER_VARLEN"),
