@@ -225,12 +225,15 @@ def test_a_wrong_kernel_shows_in_the_replay(tmp_path, monkeypatch):
     _, path = captured(case, tmp_path / "call.safetensors")
     real = emulator.load
 
-    def spoiled(config):
-        return real(config, patch=lambda name, text: text.replace("* p.softmax_scale", "* 1.1f * p.softmax_scale"))
+    places = []
 
-    monkeypatch.setattr(emulator, "load", spoiled)
+    def scaled(name, text):
+        places.append(text.count("return p.softmax_scale;"))
+        return text.replace("return p.softmax_scale;", "return 1.1f * p.softmax_scale;")
+
+    monkeypatch.setattr(emulator, "load", lambda config: real(config, patch=scaled))
     report = captures.replay(path, EMULATED)
-    assert not report.holds and any(check.heads for check in report.replayed)
+    assert sum(places) and not report.holds and any(check.heads for check in report.replayed)
 
 
 def test_what_is_no_capture_is_refused(tmp_path):
