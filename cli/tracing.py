@@ -20,14 +20,14 @@ class Watch:
     compile: bool
     train: bool
     padding: str | None
-    expect: str
-    forbid: str
+    expect: str | None
+    forbid: str | None
     max_declines: int | None
     html: str | None
 
     @property
     def given(self) -> bool:
-        return any(value not in (False, None, "") for value in vars(self).values())
+        return any(value is not None and value is not False for value in vars(self).values())
 
 
 def options(function):
@@ -47,13 +47,13 @@ def options(function):
     @click.option("--padding", type=click.Choice(["left", "right"]), help="With --trace: pad the rows of the batch.")
     @click.option(
         "--expect",
-        default="",
+        type=TEXT,
         metavar="KINDS",
         help="Exit with 3 if any attention ran on another (flash, fused, cudnn, ...). On a CPU, flash also asks that "
         "FlashAttention could take the call on a GPU; flash_cpu is torch's CPU kernel alone.",
     )
     @click.option(
-        "--forbid", default="", metavar="KINDS", help="Exit with 3 if any attention ran on these (math,eager)."
+        "--forbid", type=TEXT, metavar="KINDS", help="Exit with 3 if any attention ran on these (math,eager)."
     )
     @click.option("--max-declines", type=click.IntRange(min=0), metavar="N", help="Exit with 3 above N declined calls.")
     @wraps(function)
@@ -92,7 +92,7 @@ def _check(watch: Watch) -> None:
     rendering.must_have_folder("--html", watch.html)
     try:
         for words in (watch.expect, watch.forbid):
-            for word in filter(None, words.split(",")):
+            for word in words.split(",") if words else ():
                 families.expand(word)
     except ValueError as error:
         raise Fault(str(error), USAGE) from None
@@ -107,7 +107,7 @@ def _trace(name, watch: Watch, strict, dtype, device, as_json, load) -> int:
         loaded, inputs = models.load(name, dtype=dtype, device=device, patched=False, padding=watch.padding, **load)
         cuda = next(loaded.parameters()).is_cuda
         done = tracing.run(loaded, inputs, patch=watch.patch, compile=watch.compile, train=watch.train, profile=cuda)
-    done.violations = findings.violations(done, watch.expect, watch.forbid, watch.max_declines)
+    done.violations = findings.violations(done, watch.expect or "", watch.forbid or "", watch.max_declines)
     if (watch.expect or watch.forbid) and any(row.device == "cpu" for row in done.rows):
         done.statements.append(findings.ON_A_CPU)
     code = DECLINED if done.violations or (strict and not done.holds) else HOLDS

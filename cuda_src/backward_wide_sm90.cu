@@ -1,6 +1,6 @@
 // Attention backward for Hopper, head dims 192 and 256: dk and dv of 64 keys at a time, and their part of dq. Persistent.
 // Assumes attention_backward_prepare_sm90 has run, unit last strides, 16-byte aligned rows, softmax_scale > 0; q, k, v and dout are
-// tensor maps with boxes of 64 columns and 64 rows, see origin_of in backward_sm90.cuh.
+// tensor maps with boxes of 64 columns and 64 rows, see origin_of in packed_sm90.cuh.
 // Stores dk and dv for every row of k and v, unused ones (seqused_k) as zero, or adds to the workspace's where CTAs share a key head;
 // adds to the workspace's dq.
 // Grid: at most one CTA per multiprocessor, at most one per tile (task_of in backward_sm90.cuh), kNumWarps = 12.

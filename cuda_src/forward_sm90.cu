@@ -10,9 +10,9 @@
 // under the exponentials of one warpgroup, tried instead: 5 to 10% slower; the first block of keys first: causal head dim 256
 // 1% faster, 64 2% slower.
 //
-// A tile's ends, where warpgroups work at the same things, are short: the producer says which keys each sees and has Q there before a
-// tile begins, the row sums are finished under the last product, and the copy engine stores O. The last product of a tile and the
-// first scores of the next issued together, tried instead: 1 to 5% slower.
+// A tile's ends, where warpgroups work at the same things, are short: the producer says which keys each sees, the row sums are finished
+// under the last product, and where Q of two tiles fits, that of the next is there before it begins and the copy engine stores O. The
+// last product of a tile and the first scores of the next issued together, tried instead: 1 to 5% slower.
 //
 // In 8 bits V comes transposed, in records that a kernel beforehand wrote (values_sm90.cuh); factors of q, k and v per key head go
 // into the scale of the scores and of O, which is stored in bf16.
@@ -31,7 +31,7 @@
 // 14% slower; exponentials in S while P V runs are 4 to 7% faster with two consumers at head dims 128 and 192, not with three
 // consumers, causal or at 256.
 constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores && !kIsE4m3;
-constexpr int kUnsettledBlocks = 3;  // after the first
+constexpr int kUnsettledBlocks = 3;  // after the first of the tile, which a warpgroup may not see
 
 // This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
 DEVICE int row_of_thread() { return (warp_index() & 3) * 16 + (lane_index() >> 2); }

@@ -5,7 +5,8 @@
 
 // What cuTensorMapEncodeTiled writes: dimensions (head_dim, rows, heads, batch) in the tensor's own strides, box
 // (128 bytes of columns, rows of the kernel's tile, 1, 1; in the forward 64 of q, 16 of out), 128-byte swizzle, zeros outside. varlen:
-// all rows of the packed tensor, batch 1.
+// all rows of the packed tensor, batch 1. Those of out and of the backward have five, which cut a tile off at a sequence's end
+// (packed_sm90.cuh).
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
 struct alignas(64) ParamsSm90 {

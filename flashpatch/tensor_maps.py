@@ -17,7 +17,7 @@ from .compiler import libcuda
 
 BYTES = 128
 NONE = bytes(BYTES)  # for a map the kernel does not use
-# kRaggedRows of cuda_src/backward_sm90.cuh
+# kRaggedRows of cuda_src/packed_sm90.cuh
 RAGGED_ROWS = 1 << 30
 _MANY = 0x7FFF0000
 
