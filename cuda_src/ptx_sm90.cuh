@@ -24,7 +24,7 @@ DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(l
 // ---- roles ----
 // The value of lane 0, which the compiler then knows to be the same in the whole warp.
 DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-// True in one lane of a converged warp.
+// True in one lane of a converged warp, the same one each time: what it arrives for, it has written.
 DEVICE bool elect() {
   u32 elected;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));

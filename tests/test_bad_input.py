@@ -1,7 +1,7 @@
 """Arguments that contradict each other or make no sense: named with their value and what is allowed, before any launch.
 
 What only a device knows, the values inside offsets, lengths and ranges, is clamped where it is used: never read beyond a
-tensor's end.
+tensor's end. Starts of keys in cu_seqlens_k beyond k are not, and not drawn here.
 """
 
 from __future__ import annotations
