@@ -22,12 +22,21 @@ DEVICE float dot(U32x4 a, U32x4 b) {
   return sum;
 }
 
+// Deterministic: where starts of keys fall, in_sequence() deals some key blocks to nobody, and those after them would wait for ever.
+// So none is dealt out: Params.dq_turns begins with their counter.
+DEVICE void withhold_if_falling(const Params& p) {
+  if (!p.dq_turns || !p.cu_seqlens_k) return;
+  for (int b = thread_index(); b < p.batch; b += kThreads)
+    if (ld_global(p.cu_seqlens_k + b) > ld_global(p.cu_seqlens_k + b + 1)) st_global((u32*)p.dq_turns, 1u << 31);
+}
+
 KERNEL(kThreads, 1) attention_backward_prepare_sm90(GRID_CONSTANT Params p) {
   if (block_index() >= query_records(p)) {
     float* sums = dk_sums(p, block_index() - query_records(p));
     for (int i = thread_index(); i < 2 * kKeyFloats / 4; i += kThreads) st_global((F32x4*)sums + i, F32x4{0.f, 0.f, 0.f, 0.f});
     return;
   }
+  if (block_index() == 0) withhold_if_falling(p);
   const Position position = query_block_of(p, block_index());
   const Sequence sequence = sequence_of(p, position.batch);
   const int first = position.block * kBlockM;

@@ -40,12 +40,12 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   struct Source {
     int row, head, batch;
   };
-  const auto queries_of = [&](u32 slot) {
+  const auto source_of_queries = [&](u32 slot) {
     const Work work = ld_shared<Work>(slot);
     const int row = (int)work.sequence.q_start + work.first_row;
     return Source{uniform(row), uniform(work.head), uniform(p.cu_seqlens_q ? 0 : work.sequence.batch)};
   };
-  const auto keys_of = [&](u32 slot) {
+  const auto source_of_keys = [&](u32 slot) {
     const Work work = ld_shared<Work>(slot);
     const int head = work.head / (p.num_heads_q / p.num_heads_kv);
     return Source{uniform((int)work.sequence.k_start), uniform(head), uniform(p.cu_seqlens_k ? 0 : work.sequence.batch)};
@@ -85,23 +85,23 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
       const Sequence s = sequence_of(p, position.batch);
       const int first_row = position.block * kBlockM - missing_rows(s);
       if (first_row >= s.q_length) continue;
-      const BlockKeys keys = keys_of_rows(p, s, larger(first_row, 0), first_row + kBlockM);
+      const BlockKeys keys = keys_of_span(s, {larger(first_row, 0), first_row + kBlockM});
       work = {s, first_row, position.head, blocks_of(keys)};
       break;
     }
     rings.work.wait_empty();  // every consumer has read what was there
     const u32 slot = smem.work(rings.work.stage());
-    if (elect()) st_shared(slot, work);
+    if (lane_index() == 0) st_shared(slot, work);
     if (lane_index() < kConsumers) {  // a lane for a consumer, none of which divides between two tiles
       const int first = work.first_row + lane_index() * 64;
-      const BlockKeys keys = keys_of_rows(p, work.sequence, first, first + 64);
+      const BlockKeys keys = keys_of_span(work.sequence, {first, first + 64});
       st_shared(smem.own(rings.work.stage(), lane_index()), OwnKeys{blocks_of(keys), keys.all});
+      mbarrier_arrive(rings.work.full());  // each for what it has written
     }
-    sync_warp();  // written by and for all lanes
-    if (elect()) mbarrier_arrive(rings.work.full());
+    sync_warp();  // read after write: all lanes read the slot
     rings.work.advance();
     if (work.head < 0) return;
-    const Source q = queries_of(slot);
+    const Source q = source_of_queries(slot);
 #pragma unroll
     for (int consumer = 0; consumer < kQStages - kConsumers; ++consumer) load_q(q, consumer);
   };
@@ -110,12 +110,12 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   for (u32 tile = 0; uniform(ld_shared<Work>(smem.work(tile % 2)).head) >= 0; ++tile) {
     const u32 slot = smem.work(tile % 2);
     const Span blocks = uniform(ld_shared<Work>(slot).blocks);
-    const Source keys = keys_of(slot);
+    const Source keys = source_of_keys(slot);
     int n = blocks.end - 1;
     if (n >= blocks.begin) load_k(keys, n);
     // The rest of Q waits for the last scores of the tile before, or for its O to be stored.
 #pragma unroll
-    for (int consumer = kQStages - kConsumers; consumer < kConsumers; ++consumer) load_q(queries_of(slot), consumer);
+    for (int consumer = kQStages - kConsumers; consumer < kConsumers; ++consumer) load_q(source_of_queries(slot), consumer);
     const int claimed_at = larger(smaller(blocks.begin + kClaimedAhead, n) - 1, blocks.begin);
     for (; n > claimed_at; --n) {
       load_k(keys, n - 1);

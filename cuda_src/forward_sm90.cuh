@@ -81,21 +81,19 @@ struct Rings {
     q.init(1, 4);
     k.init(1, kConsumers * 4);
     v.init(1, kConsumers * 4);
-    work.init(1, kConsumers * 128);
+    work.init(kConsumers, kConsumers * 128);
     fence_mbarrier_init();
   }
 };
 
-// Key blocks that rows [first, end) of a sequence visit, empty if there are none.
+// What rows of a sequence see, and the key blocks they visit: nothing where there are no such rows.
+DEVICE BlockKeys keys_of_span(const Sequence& s, Span rows) {
+  if (rows.begin < 0 || rows.begin >= s.q_length) return {{0, 0}, {0, 0}};
+  return keys_of_rows(s, rows.begin, rows.end - rows.begin);
+}
 DEVICE Span blocks_of(const BlockKeys& keys) {
   if (keys.any.begin >= keys.any.end) return {0, 0};
   return {keys.any.begin / kBlockN, ceil_div(keys.any.end, kBlockN)};
-}
-DEVICE BlockKeys keys_of_rows(const Params& p, const Sequence& s, int first, int end) {
-  end = smaller(end, s.q_length);
-  if (first < 0 || first >= end) return {{0, 0}, {0, 0}};
-  const Span top = keys_of(p, s, first), bottom = keys_of(p, s, end - 1);
-  return {{top.begin, bottom.end}, {bottom.begin, top.end}};
 }
 
 DEVICE Span uniform(Span span) { return {uniform(span.begin), uniform(span.end)}; }

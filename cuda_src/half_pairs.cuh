@@ -33,7 +33,7 @@ DEVICE float power_of_two(int exponent) { return float_of((u32)(127 + exponent) 
 
 // Block n of a sequence and key head among all key blocks; as query_block_offset.
 DEVICE i64 key_block_offset(const Params& p, const Sequence& s, int kv_head, int n) {
-  const i64 first = p.cu_seqlens_k ? s.k_start / kBlockN + s.batch : (i64)s.batch * p.n_blocks;
+  const i64 first = p.cu_seqlens_k ? first_packed_block((int)s.k_start, kBlockN, s.batch) : (i64)s.batch * p.n_blocks;
   return (first + n) * p.num_heads_kv + kv_head;
 }
 

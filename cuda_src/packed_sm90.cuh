@@ -8,8 +8,10 @@
 
 constexpr int kNoBlock = 1 << 22;  // begins behind the end of every sequence
 
-// Sequence b has the blocks from here on: enough for its rows, and at most one too many. All have total_rows / rows + batch.
-DEVICE int first_block_of(const i32* cu_seqlens, int rows, int b) { return larger(ld_global(cu_seqlens + b), 0) / rows + b; }
+// Sequence b has the blocks from here on.
+DEVICE int first_block_of(const i32* cu_seqlens, int rows, int b) {
+  return first_packed_block(larger(ld_global(cu_seqlens + b), 0), rows, b);
+}
 
 // Block at.block of all sequences -> its sequence, and the block there. `batch` >= 1 sequences.
 DEVICE Position in_sequence(Position at, const i32* cu_seqlens, int rows, int batch) {

@@ -61,7 +61,7 @@ struct Params {
   i64 mask_stride_batch, mask_stride_head, mask_stride_row, mask_stride_column;
   i64 bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_column;
   i64 alibi_stride_batch;
-  i64 total_q;                // rows of q over all sequences (varlen), else batch * seqlen_q
+  i64 total_q, total_k;       // rows of q and of k over all sequences (varlen), else batch * seqlen
   i32 batch, num_heads_q, num_heads_kv;
   i32 splits, split_heads;    // Hopper's backward: tiles that share the query heads of a key head, query heads of each
   i32 seqlen_q, seqlen_k;     // varlen: max_seqlen_q, max_seqlen_k

@@ -33,7 +33,7 @@ struct QueryBlocks {
   DEVICE i32* turn_of(QueryBlock b) const { return p.dq_turns + query_block_offset(p, sequence, head_of(b), b.m_block); }
   DEVICE void await_turn(QueryBlock b) const {
     if (thread_index() == kAwaiting)
-      while (ld_acquire_global(turn_of(b)) != n_block - first_key_block_of(sequence, b.m_block)) {}
+      while (ld_acquire_global(turn_of(b)) < n_block - first_key_block_of(sequence, b.m_block)) {}
   }
   DEVICE void pass_turn(QueryBlock b, int thread = kPassing) const {
     if (thread_index() == thread) red_release_add_global(turn_of(b), 1);

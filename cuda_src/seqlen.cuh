@@ -22,8 +22,18 @@ struct Sequence {
   i64 q_start, k_start;            // first row in the packed tensors; 0 unless varlen
 };
 
-// Lengths come from device memory and are clamped: never negative, never beyond max_seqlen (what the grid and the workspaces
-// were sized for) nor total_q.
+struct PackedRows {
+  i64 start;
+  int length;
+};
+// Sequence `batch` of `total` packed rows. What device memory says is clamped: to the tensor, and to `longest` (what the grid and the
+// workspaces were sized for).
+DEVICE PackedRows packed_rows(const i32* cu_seqlens, int batch, i64 total, int longest) {
+  const auto clamp = [](i64 x, i64 least, i64 most) { return x < least ? least : x > most ? most : x; };
+  const i64 start = clamp(ld_global(cu_seqlens + batch), 0, total), end = clamp(ld_global(cu_seqlens + batch + 1), start, total);
+  return {start, smaller((int)(end - start), longest)};
+}
+
 DEVICE Sequence sequence_of(const Params& p, int batch) {
   Sequence s;
   s.batch = batch;
@@ -32,16 +42,14 @@ DEVICE Sequence sequence_of(const Params& p, int batch) {
   s.q_length = p.seqlen_q;
   s.k_length = p.seqlen_k;
   if (p.cu_seqlens_q) {
-    const int begin = larger(ld_global(p.cu_seqlens_q + batch), 0), end = ld_global(p.cu_seqlens_q + batch + 1);
-    const i64 left = p.total_q - begin;
-    s.q_start = begin;
-    s.q_length = smaller(larger(end - begin, 0), p.seqlen_q);
-    if (s.q_length > left) s.q_length = left > 0 ? (int)left : 0;
+    const PackedRows rows = packed_rows(p.cu_seqlens_q, batch, p.total_q, p.seqlen_q);
+    s.q_start = rows.start;
+    s.q_length = rows.length;
   }
   if (p.cu_seqlens_k) {
-    const int begin = larger(ld_global(p.cu_seqlens_k + batch), 0), end = ld_global(p.cu_seqlens_k + batch + 1);
-    s.k_start = begin;
-    s.k_length = smaller(larger(end - begin, 0), p.seqlen_k);
+    const PackedRows rows = packed_rows(p.cu_seqlens_k, batch, p.total_k, p.seqlen_k);
+    s.k_start = rows.start;
+    s.k_length = rows.length;
   }
   s.k_rows = s.k_length;
   if (p.seqused_k) s.k_length = smaller(s.k_length, larger(ld_global(p.seqused_k + batch), 0));
@@ -94,11 +102,13 @@ DEVICE Rows<Element> dv_of(const Params& p, const Sequence& s, int head) {
 DEVICE i64 statistics_offset(const Params& p, const Sequence& s, int head) {
   return p.cu_seqlens_q ? head * p.total_q + s.q_start : ((i64)s.batch * p.num_heads_q + head) * p.seqlen_q;
 }
+// First block of a packed sequence that begins at row `start`, among the blocks of `rows` rows of all: enough for its rows, and at most
+// one too many, so that short sequences beside a long one take no more than their rows, rounded up. total / rows + batch in all.
+DEVICE int first_packed_block(int start, int rows, int batch) { return start / rows + batch; }
+
 // Block m of a sequence and head among all query blocks: turns, and dq_accum in units of kBlockM * kHeadDim floats.
-// batch * m_blocks query blocks; varlen: total_q / kBlockM + batch, so that short sequences beside a long one take no more than
-// their rows, rounded up.
 DEVICE i64 query_block_offset(const Params& p, const Sequence& s, int head, int m_block) {
-  const i64 first = p.cu_seqlens_q ? s.q_start / kBlockM + s.batch : (i64)s.batch * p.m_blocks;
+  const i64 first = p.cu_seqlens_q ? first_packed_block((int)s.q_start, kBlockM, s.batch) : (i64)s.batch * p.m_blocks;
   return (first + m_block) * p.num_heads_q + head;
 }
 

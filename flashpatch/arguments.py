@@ -275,7 +275,7 @@ def _check_lengths(
 
 
 def _check_offsets(problems: list[str], name: str, offsets: torch.Tensor, total: int, longest: int | None) -> None:
-    """What can be seen without waiting for a GPU; kernels clamp the rest, but for starts in cu_seqlens_k."""
+    """What can be seen without waiting for a GPU; kernels clamp the rest."""
     values = offsets.tolist()
     if values and (values[0] != 0 or values != sorted(values) or values[-1] > total):
         shown = str(values[:8])[:-1] + (", ...]" if len(values) > 8 else "]")

@@ -66,8 +66,8 @@ def attention(
         sinks: [num_heads_q], one logit per head that joins the softmax denominator only; gets a gradient.
         dropout_p: in [0, 1), on the probabilities; the mask is drawn from torch's generator of the device.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each packed sequence begins; with them
-            `max_seqlen_q` and `max_seqlen_k`, the longest of each. On a GPU their values are not looked at: those of
-            `cu_seqlens_k` must rise and stay within k, where kernels do not clamp them.
+            `max_seqlen_q` and `max_seqlen_k`, the longest of each. On a GPU their values are not looked at but
+            clamped to the tensors: where they fall, results are of no use.
         seqused_k: int32 [batch], keys in use; `causal` and `window_size` align to it.
         q_descale, k_descale, v_descale: with q, k and v in float8_e4m3fn, what their numbers are to be multiplied by: fp32,
             finite and not negative, broadcast to [batch, num_heads_kv] (of q: for the query heads that read that key head); None is 1.

@@ -25,7 +25,7 @@ STRIDES = (
     ),
     "key_ranges_stride_batch", "key_ranges_stride_row",
     *(f"{name}_stride_{axis}" for name in ("mask", "bias") for axis in ("batch", "head", "row", "column")),
-    "alibi_stride_batch", "total_q",
+    "alibi_stride_batch", "total_q", "total_k",
 )  # fmt: skip
 INTEGERS = (
     "batch", "num_heads_q", "num_heads_kv", "splits", "split_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "window_left",
@@ -84,7 +84,7 @@ def scalars(shapes: Shapes, call: Call, q, k, v, *, out, dout=(), dq=(), dk=(), 
         *((0, 0, 0, 0) if call.mask is None else call.mask.stride()),
         *((0, 0, 0, 0) if call.bias is None else call.bias.stride()),
         0 if call.alibi_slopes is None else call.alibi_slopes.stride(0),
-        shapes.total_q,
+        shapes.total_q, shapes.total_k,
         shapes.batch, q.shape[-2], k.shape[-2], shapes.splits, shapes.split_heads, call.max_seqlen_q, call.max_seqlen_k, q.shape[-1], v.shape[-1],
         call.window_left, call.window_right, shapes.m_blocks, shapes.n_blocks,
         call.softmax_scale, call.softcap, call.dropout_p,

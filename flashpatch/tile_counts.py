@@ -17,18 +17,28 @@ def takes_maps(config: Config) -> bool:
 class Shapes:
     """Counts of sequences, rows and blocks of one call under one Config."""
 
-    __slots__ = ("batch", "group", "m_blocks", "n_blocks", "rows_of_blocks", "split_heads", "splits", "total_q")
+    __slots__ = (
+        "batch",
+        "group",
+        "m_blocks",
+        "n_blocks",
+        "rows_of_blocks",
+        "split_heads",
+        "splits",
+        "total_k",
+        "total_q",
+    )
 
     def __init__(self, config: Config, q, k, call: Call):
         self.group = q.shape[-2] // max(k.shape[-2], 1)
         self.share_heads(1)
         varlen = call.cu_seqlens_q is not None
         self.batch = call.cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
-        self.total_q = q.shape[0] if varlen else q.shape[0] * q.shape[1]
+        self.total_q, self.total_k = (x.shape[0] if varlen else x.shape[0] * x.shape[1] for x in (q, k))
         if varlen and takes_maps(config):  # the blocks of all sequences in one row: cuda_src/packed_sm90.cuh
             self.rows_of_blocks = 1
             self.m_blocks = self.total_q // config.block_m + self.batch if self.batch else 0
-            self.n_blocks = k.shape[0] // config.block_n + self.batch if self.batch else 0
+            self.n_blocks = self.total_k // config.block_n + self.batch if self.batch else 0
         else:
             self.rows_of_blocks = self.batch
             self.m_blocks = -(-call.max_seqlen_q // config.block_m)

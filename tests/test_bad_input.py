@@ -1,7 +1,7 @@
 """Arguments that contradict each other or make no sense: named with their value and what is allowed, before any launch.
 
 What only a device knows, the values inside offsets, lengths and ranges, is clamped where it is used: never read beyond a
-tensor's end. Starts of keys in cu_seqlens_k beyond k are not, and not drawn here.
+tensor's end, nor waited for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashpatch
-from flashpatch import fallback, ops
+from flashpatch import ops
 from flashpatch.call import Call
 
 
@@ -153,6 +153,16 @@ def test_all_faults_are_named_at_once():
 # ---- values only a device knows: the seam and compiled graphs reach the operator without them being looked at ----
 
 WILD = (-(2**31), -7, 0, 3, 1000, 2**31 - 1)
+# Of 12 rows, two sequences: starts beyond the end beside queries, ends beyond it, and starts that fall.
+WILD_OFFSETS = [
+    (0, 6, 12),
+    (0, 1000, 2**31 - 1),
+    (1000, 2**31 - 1, 3),
+    (-7, 3, 1000),
+    (0, 9, 4),
+    (0, 9, 1000),
+    (2**31 - 1, -(2**31), 12),
+]
 
 
 def wild(*shape):
@@ -160,32 +170,56 @@ def wild(*shape):
     return torch.tensor(WILD, dtype=torch.int32)[index]
 
 
-def wild_calls():
-    for turn in range(4):
-        roll = lambda x, turn=turn: x.roll(turn, 0)  # noqa: E731
-        yield "seqused_k", False, {"seqused_k": roll(wild(2))}
-        yield "seqused_k-causal", False, {"seqused_k": roll(wild(2)), "window_right": 0, "window_left": 3}
-        yield "key_ranges", False, {"key_ranges": roll(wild(2, 6, 2))}
-        yield "cu_seqlens", True, {"cu_seqlens_q": roll(wild(3)), "cu_seqlens_k": roll(wild(3).flip(0))}
-        yield (
-            "cu_seqlens-causal",
-            True,
-            {"cu_seqlens_q": roll(wild(3)), "cu_seqlens_k": roll(wild(3)), "window_right": 0},
-        )
+def wild_calls(hopper):
+    if not hopper:
+        for turn in range(4):
+            yield {"key_ranges": wild(2, 6, 2).roll(turn, 0)}
+            yield {"seqused_k": wild(2).roll(turn, 0)}
+    yield {"seqused_k": offsets(1000, -7), "window_right": 0, "window_left": 3}
+    for packed_q, packed_k in zip(WILD_OFFSETS, WILD_OFFSETS[1:] + WILD_OFFSETS[:1], strict=True):
+        yield {"cu_seqlens_q": offsets(*packed_q), "cu_seqlens_k": offsets(*packed_k)}
+        yield {
+            "cu_seqlens_q": offsets(0, 6, 12),
+            "cu_seqlens_k": offsets(*packed_k),
+            "window_right": 0,
+            "deterministic": True,
+        }
 
 
-@pytest.mark.parametrize("where", ["fallback", "emulated"])
+WHERE = {
+    "fallback": (None, torch.float32),
+    "emulated": ("ampere", torch.bfloat16),
+    "emulated-fp32": ("ampere", torch.float32),
+    "hopper": ("hopper", torch.bfloat16),
+    "hopper-8-bits": ("hopper", torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_wild_values_are_never_followed_out_of_bounds(where, monkeypatch):
     """The emulator stops a kernel that reads or writes beyond a tensor; torch itself does for the fallback."""
-    if where == "emulated":
+    generation, dtype = WHERE[where]
+    if generation:
         monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
-    for name, packed, extra in wild_calls():
-        q, k, v = qkv(dtype=torch.bfloat16 if where == "emulated" else torch.float32)
-        if packed:
-            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        call = Call(0.25, 6, 6, **extra)
-        out, _ = ops.attend(q, k, v, call, 0, strict=where == "emulated")
-        out.float().sum().backward()
-        assert all(x.grad.shape == x.shape for x in (q, k, v)), name
-        assert where == "emulated" or fallback.forward(q, k, v, call)[0].shape == out.shape
+        monkeypatch.setenv("FLASHPATCH_GENERATION", generation)
+    for extra in wild_calls(generation == "hopper"):
+        inputs = [x.to(dtype) for x in qkv(dim=64 if generation == "hopper" else 16)]
+        if "cu_seqlens_q" in extra:
+            inputs = [x.flatten(0, 1) for x in inputs]
+        if dtype.itemsize > 1:
+            inputs = [x.requires_grad_() for x in inputs]
+        out, _ = ops.attend(*inputs, Call(0.25, 6, 6, **extra), 0, strict=generation is not None)
+        assert out.shape == inputs[0].shape
+        if dtype.itemsize > 1:
+            out.float().sum().backward()
+            assert all(x.grad.shape == x.shape for x in inputs), extra
+
+
+def test_starts_that_fall_hold_nobody_up(monkeypatch):
+    """The fifth sequence begins before the third, so nobody is dealt key block 3 of the second, for which block 2 would wait."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    monkeypatch.setenv("FLASHPATCH_GENERATION", "hopper")
+    packed = {"cu_seqlens_q": offsets(*range(9)), "cu_seqlens_k": offsets(0, 0, 400, 400, 0, 0, 0, 0, 400)}
+    q, k, v = (torch.randn(rows, 1, 64).bfloat16().requires_grad_() for rows in (8, 400, 400))
+    out, _ = ops.attend(q, k, v, Call(0.125, 1, 400, deterministic=True, **packed), 0, strict=True)
+    out.float().sum().backward()

@@ -687,7 +687,7 @@ BUGS = [
     Bug("forward_sm90.cu", "dropped barrier", "sync_warp();          // of all lanes", "// of all lanes", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "lost proxy fence", "fence_proxy_async();  // ordinary stores", "// ordinary stores", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped wait", "bulk_wait_read<0>();", "", "HOPPER_FORWARD"),
-    Bug("forward_producer_sm90.cuh", "dropped barrier", "sync_warp();  // written by", "// written by", "HOPPER_FORWARD"),
+    Bug("forward_producer_sm90.cuh", "dropped barrier", "sync_warp();  // read after write", "// read after write", "HOPPER_FORWARD"),
     Bug("forward_producer_sm90.cuh", "keys of another warpgroup", "first = work.first_row + lane_index() * 64;", "first = work.first_row;", "HOPPER_CAUSAL"),
     Bug("forward_producer_sm90.cuh", "wrong first row", "kBlockM - s.q_length) / 64 * 64 : 0;", "kBlockM - s.q_length) / 64 * 64 + 64 : 0;", "HOPPER_CAUSAL"),
     Bug("forward_sm90.cu", "rows before the first", "if (first_row >= 0) store_rows(", "store_rows(", "HOPPER_PACKED"),
