@@ -572,10 +572,10 @@ BUGS = [
     Bug("scores.cuh", "beyond its range", "kSmallTanh = 0.4f", "kSmallTanh = 400.f", "SCORES"),
     Bug("scores.cuh", "wrong polynomial", "first * square * kTanh3", "first * kTanh3", "SMALL_SCORES"),
     # sequences
-    Bug("seqlen.cuh", "overlapping blocks", "s.q_start / kBlockM + s.batch", "s.q_start / kBlockM", "BACKWARD_VARLEN"),
+    Bug("seqlen.cuh", "overlapping blocks", "first_packed_block((int)s.q_start, kBlockM, s.batch)", "first_packed_block((int)s.q_start, kBlockM, 0)", "BACKWARD_VARLEN"),
     Bug("seqlen.cuh", "alignment of the diagonal", "s.diagonal = s.k_length - s.q_length;", "s.diagonal = 0;", "CAUSAL"),
     Bug("seqlen.cuh", "keys in use", "smaller(s.k_length, larger(ld_global(p.seqused_k + batch), 0))", "s.k_length", "VARLEN"),
-    Bug("seqlen.cuh", "start of a sequence", "s.k_start = begin;", "s.k_start = 0;", "VARLEN"),
+    Bug("seqlen.cuh", "start of a sequence", "s.k_start = rows.start;", "s.k_start = 0;", "VARLEN"),
     # tiles
     Bug("tile.cuh", "swizzle on one side", "(lane_offset ^ ((chunk", "(lane_offset + ((chunk", "PLAIN"),
     Bug("tile.cuh", "no swizzle at all", "(chunk ^ fold(row))", "chunk", "PLAIN"),
@@ -657,7 +657,7 @@ BUGS = [
     Bug("half_pairs.cuh", "missing factor", "acc[m][n][e] = x * factor;", "acc[m][n][e] = x;", "FP32"),
     Bug("half_pairs.cuh", "missing factor", "acc[m][n][e] += x * factor;", "acc[m][n][e] += x;", "FP32"),
     Bug("half_pairs.cuh", "beyond fp16", "kTop = 15,", "kTop = 18,", "FP32"),
-    Bug("half_pairs.cuh", "overlapping blocks", "s.k_start / kBlockN + s.batch :", "s.k_start / kBlockN :", "FP32_VARLEN"),
+    Bug("half_pairs.cuh", "overlapping blocks", "first_packed_block((int)s.k_start, kBlockN, s.batch)", "first_packed_block((int)s.k_start, kBlockN, 0)", "FP32_VARLEN"),
     Bug("half_pairs.cuh", "head mapping", "* p.num_heads_kv + kv_head", "* p.num_heads_kv", "FP32"),
     Bug("half_pairs.cuh", "swapped rows", "row + m * 16 + (e & 1) * 8 + (lane", "row + m * 16 + (e >> 1) * 8 + (lane", "FP32_SPLIT"),
     Bug("split_pairs.cuh", "past the end", "row < rows && row < Half::kRows", "row < Half::kRows", "FP32"),
