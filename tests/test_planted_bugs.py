@@ -767,7 +767,7 @@ BUGS = [
     Bug("packed_sm90.cuh", "start of a sequence", "(int)start + length, kRaggedRows}", "length, kRaggedRows}", "HOPPER_VARLEN"),
     Bug("packed_sm90.cuh", "rows of another sequence", "if (ragged) return {kRaggedRows - length,", "if (ragged) return {kRaggedRows - length - 1,", "HOPPER_VARLEN"),
     # before and after
-    Bug("packed_sm90.cuh", "overlapping blocks", ", rows, b);", ", rows, 0);", "HOPPER_VARLEN"),
+    Bug("packed_sm90.cuh", "overlapping blocks", "0), rows, b);", "0), rows, 0);", "HOPPER_VARLEN"),
     Bug("packed_sm90.cuh", "wrong sequence", "middle) <= at.block", "middle) < at.block", "HOPPER_VARLEN"),
     Bug("backward_prepare_sm90.cu", "missing dlogsumexp", "float delta = -dlogsumexp;", "float delta = 0.f;", "WIDE"),
     Bug("backward_prepare_sm90.cu", "not zeroed", "i < kDqFloats / (4 * kThreads); ++i", "i < kDqFloats / (4 * kThreads) - 1; ++i", "WIDE"),
