@@ -42,6 +42,13 @@ cases = [
     dict(head_dim=64, window_size=(100, 20), softcap=20.0),
     dict(head_dim=64, mask=torch.rand(2, 1, 300, 340, device="cuda") > 0.2),
 ]
+# what nobody looks at before a launch: starts beyond the end beside queries, and some that fall
+for wild in ([0, 200, 5000, 2**31 - 1], [9000, 2**31 - 1, -7, 300], [0, 300, 40, 300]):
+    wild = torch.tensor(wild, dtype=torch.int32, device="cuda")
+    cases += [
+        dict(head_dim=128, seqlen_k=300, cu_seqlens_q=starts, cu_seqlens_k=wild, max_seqlen_q=170, max_seqlen_k=300, **keywords)
+        for keywords in (dict(causal=True), dict(deterministic=True), dict(dropout_p=0.1))
+    ]
 for head_dim in (64, 128, 256):
     cases += [
         dict(head_dim=head_dim, heads=48, heads_kv=48),
