@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from flashpatch import __version__
+from flashpatch.requirements import RequirementError
 
 COMMANDS = {
     "apply": "Patch a model, run it once, and show what each attention module ran on.",
@@ -28,6 +29,14 @@ class _Commands(click.Group):
         from importlib import import_module
 
         return import_module(f".{name}", __name__).command
+
+    def invoke(self, context):
+        try:
+            return super().invoke(context)
+        except RequirementError as error:
+            from .rendering import MISSING, Fault
+
+            raise Fault(str(error), MISSING) from None
 
     def format_commands(self, context, formatter):
         with formatter.section("Commands"):

@@ -108,8 +108,11 @@ def json_schema(*reports: str, what: str = "--json prints"):
             return
         from importlib import import_module
 
+        from flashpatch.requirements import check_torch
+
         from . import schema
 
+        check_torch()
         kinds = []
         for report in reports:
             module, _, name = report.rpartition(".")

@@ -5,9 +5,10 @@ Importing this package changes nothing and starts no CUDA context. `apply(model)
 
 from __future__ import annotations
 
+import functools
 import importlib
 
-from . import registration
+from . import registration, requirements
 
 __version__ = "0.1.0"
 
@@ -36,9 +37,22 @@ __all__ = ["__version__", *_PUBLIC]
 
 def __getattr__(name: str):
     module = _PUBLIC.get(name)
-    if module is None:
-        raise AttributeError(f"module 'flashpatch' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"flashpatch.{module}"), name)
+    if module is not None:
+        return getattr(_loaded(module), name)
+    if not name.startswith("_"):  # `from flashpatch import planning` asks here before it imports the module
+        _checked_torch()
+    raise AttributeError(f"module 'flashpatch' has no attribute {name!r}")
+
+
+@functools.cache
+def _loaded(module: str):
+    _checked_torch()
+    return importlib.import_module(f"flashpatch.{module}")
+
+
+@functools.cache
+def _checked_torch() -> None:
+    requirements.check_torch()
 
 
 def __dir__():

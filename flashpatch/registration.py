@@ -11,6 +11,8 @@ import importlib.machinery
 import importlib.util
 import sys
 
+from . import requirements
+
 _TARGET = "transformers.modeling_utils"
 
 
@@ -53,7 +55,9 @@ def install() -> None:
 
 
 def _register() -> None:
-    """A transformers without the interfaces is named by `flashpatch.apply`, not by importing transformers."""
+    """A transformers without the interfaces, or a torch too old, is named by `flashpatch.apply`, not by importing transformers."""
+    if requirements.torch_fault() is not None:
+        return
     from . import interface
 
     if interface.unavailable() is None:

@@ -15,7 +15,7 @@ KERNELS = ROOT / "cuda_src"
 
 # Lowest first. A module imports from layers below its own, never from its own or from above.
 LAYERS = [
-    {"modes", "batching", "dropout"},
+    {"modes", "batching", "dropout", "requirements"},
     {"problem", "call", "tensor_layouts", "tolerance", "arguments", "families", "mask_kinds", "observations"},
     {"reference", "counting", "findings", "profiles", "dense_tracking", "sdpa_reasons"},
     {"trace_report", "operator_reading"},
