@@ -92,17 +92,19 @@ def record_decline(layer: int, reason: Reason) -> None:
         )
 
 
-_LIBRARIES = ("flashpatch", "torch", "transformers", "contextlib", "functools")
+# "" is code that torch generates: its globals bear no name
+_LIBRARIES = ("", "flashpatch", "torch", "transformers", "contextlib", "functools")
 
 
 def _callers_level() -> int:
-    """How far up the stack the code is that called the model or the operator: where a warning is of use."""
+    """How far up the stack the code is that called the model or the operator: where a warning is of use.
+
+    A backward on a GPU runs in a thread of torch's own, which nobody called: then the outermost frame.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
-            return level
+    while frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
-    return 2
+    return level
 
 
 def stats() -> dict[str, dict]:

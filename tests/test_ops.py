@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -200,6 +203,28 @@ def test_declines_are_errors_by_default_counted_and_warned_once_otherwise():
         attention(q, k, v)
     assert len(caught) == 1
     assert sum(flashpatch.stats()["declines"].values()) == 2
+
+
+WARNED = """
+import torch, flashpatch
+from flashpatch import counting
+q = torch.randn(1, 4, 1, 16, requires_grad=True)
+out = flashpatch.attention(q, q, q, on_decline="fallback")
+counting._warned.clear()
+out.sum().backward()
+counting._warned.clear()
+torch.compile(lambda q: flashpatch.attention(q, q, q, on_decline="fallback"), backend="aot_eager")(q)
+"""
+
+
+def test_a_warning_points_at_the_line_of_a_script(tmp_path):
+    """Also where that line is the outermost: in a script itself, through autograd and torch.compile."""
+    script = tmp_path / "script.py"
+    script.write_text(WARNED)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"script\.py:(\d+): UserWarning: flashpatch:", done.stderr) == ["5", "7", "9"]
+    assert done.stderr.count("UserWarning: flashpatch:") == 3
 
 
 def test_strict_by_environment(monkeypatch):
