@@ -12,9 +12,10 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
     try:
         numbers = tuple(int(part) for part in value.split(","))
     except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"{value!r}: whole numbers with commas between them are needed, such as 512,2048")
+        numbers = (0,)
+    if min(numbers) < 1:
+        needed = "whole numbers above 0 with commas between them are needed, such as 512,2048"
+        raise click.BadParameter(f"{value!r}: {needed}")
     return numbers
 
 

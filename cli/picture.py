@@ -39,7 +39,7 @@ def svg(report) -> str:
     dtypes = list(dict.fromkeys(square.dtype for square in report.squares))
     rows: dict[tuple, dict] = {}
     for square in report.squares:
-        key = (square.title, tuple(square.capabilities), tuple(square.gpus), square.shared_memory)
+        key = (square.title, tuple(square.capabilities), tuple(square.gpus), tuple(square.shared_memory))
         rows.setdefault(key, {})[square.dtype, square.direction] = square
     notes: dict[str, int] = {}
     drawing = _Drawing()
@@ -48,9 +48,10 @@ def svg(report) -> str:
     for column, dtype in enumerate(dtypes):
         drawing.text(MARGIN + LEFT + column * (CELL + GAP) + 10, y, SHORT[dtype], 15, 600)
     y += 10
-    for (title, capabilities, gpus, limit), squares in rows.items():
+    for (title, capabilities, gpus, limits), squares in rows.items():
         drawing.text(MARGIN, y + 22, title, 15, 600)
-        drawing.text(MARGIN, y + 40, f"{', '.join(capabilities)}; {rendering.kilobytes(limit)} a block", 12)
+        limit = " or ".join(f"{size / 1024:.0f}" for size in sorted(set(limits)))
+        drawing.text(MARGIN, y + 40, f"{', '.join(capabilities)}; {limit} KB a block", 12)
         drawing.text(MARGIN, y + 57, _shortened(", ".join(gpus), 34), 11, colour="#59636e")
         for column, dtype in enumerate(dtypes):
             pair = [squares[dtype, direction] for direction in ("forward", "backward")]
@@ -139,6 +140,16 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def _limits(square) -> str:
+    """What a block may have; where capabilities that decide alike differ in it, of each."""
+    having: dict[int, list[str]] = {}
+    for number, size in zip(square.capabilities, square.shared_memory, strict=True):
+        having.setdefault(size, []).append(number)
+    if len(having) == 1:
+        return rendering.kilobytes(*having)
+    return ", ".join(f"{rendering.kilobytes(size)} ({', '.join(numbers)})" for size, numbers in having.items())
+
+
 def lines(report) -> list[list[str]]:
     """Every cell in words, in the order of COLUMNS; dtypes, and then directions, that run alike in one line."""
     groups: dict[tuple, list] = {}
@@ -149,7 +160,7 @@ def lines(report) -> list[list[str]]:
             line = ("its own", "", "", "", "")
             if choice:
                 line = (choice.kernel or "fallback", choice.tile, size, choice.status, "; ".join(choice.reasons))
-            where = (f"{square.title} ({', '.join(square.capabilities)})", rendering.kilobytes(square.shared_memory))
+            where = (f"{square.title} ({', '.join(square.capabilities)})", _limits(square))
             groups.setdefault((*where, square.direction, count, line), []).append(square.dtype)
     both: dict[tuple, list] = {}
     for (*where, direction, count, line), dtypes in groups.items():

@@ -77,15 +77,26 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _value(value) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
     return repr(value) if isinstance(value, (str, int, float, tuple, list)) or value is None else type(value).__name__
 
 
 NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 _INTEGERS = (numbers.Integral, torch.SymInt)
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def is_integer(value) -> bool:
     return isinstance(value, _INTEGERS) and not isinstance(value, bool)
+
+
+def _is_finite(value) -> bool:
+    """Whether a number is one in fp32, as kernels hold it: neither NaN nor too large."""
+    if not isinstance(value, NUMBERS):
+        return False
+    exact = isinstance(value, (numbers.Rational, torch.SymInt, torch.SymFloat))
+    return abs(value if exact else float(value)) <= _LARGEST
 
 
 def _is_truth(value) -> bool:
@@ -101,12 +112,16 @@ def _check_scalars(
     for name, value in (("causal", causal), ("deterministic", deterministic)):
         if not _is_truth(value):
             problems.append(f"{name} is {_value(value)}; True or False is needed")
-    if softmax_scale is not None and not (isinstance(softmax_scale, NUMBERS) and math.isfinite(softmax_scale)):
-        problems.append(f"softmax_scale is {_value(softmax_scale)}; it must be finite, or None for head_dim ** -0.5")
+    if softmax_scale is not None and not _is_finite(softmax_scale):
+        problems.append(
+            f"softmax_scale is {_value(softmax_scale)}; it must be finite in fp32, or None for head_dim ** -0.5"
+        )
     if not (isinstance(dropout_p, NUMBERS) and 0.0 <= dropout_p < 1.0):
         problems.append(f"dropout_p is {_value(dropout_p)}; it must be in [0, 1)")
-    if not (isinstance(softcap, NUMBERS) and 0.0 <= softcap < math.inf):
-        problems.append(f"softcap is {_value(softcap)}; it must be finite and positive, or 0 for none: a number")
+    if not (_is_finite(softcap) and softcap >= 0.0):
+        problems.append(
+            f"softcap is {_value(softcap)}; it must be finite and positive in fp32, or 0 for none: a number"
+        )
     if not _is_window(window_size):
         problems.append(
             f"window_size is {_value(window_size)}; two numbers of keys (left, right) are needed, -1 for unlimited"

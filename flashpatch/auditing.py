@@ -79,7 +79,7 @@ class Square:
     title: Annotated[str, "what people call it"]
     capabilities: Annotated[list[str], "compute capabilities that decide alike"]
     gpus: Annotated[list[str], "GPUs of them"]
-    shared_memory: Annotated[int, "bytes a block may have there, the least of them"]
+    shared_memory: Annotated[list[int], "bytes a block may have on each of these compute capabilities"]
     dtype: Annotated[str, "dtype of q, k, v"]
     direction: Annotated[str, "forward or backward"]
     status: Annotated[str, "the weakest of its modules: verified, compiled or fallback"]
@@ -139,7 +139,7 @@ def grid(model, *, dtype: str | None = None, inputs=None, **load) -> GridReport:
         squares = [
             Square(
                 capability.generation, matrix.generations[capability.generation], [number], list(capability.gpus),
-                device.shared_memory, name, direction, *_tallied(asked, device, name, direction),
+                [device.shared_memory], name, direction, *_tallied(asked, device, name, direction),
             )
             for name in DTYPES if name not in SCALED and dtype in (None, name) for direction in DIRECTIONS
         ]  # fmt: skip
@@ -148,7 +148,7 @@ def grid(model, *, dtype: str | None = None, inputs=None, **load) -> GridReport:
             for square in found[key]:
                 square.capabilities.append(number)
                 square.gpus.extend(capability.gpus)
-                square.shared_memory = min(square.shared_memory, device.shared_memory)
+                square.shared_memory.append(device.shared_memory)
         else:
             found[key] = squares
     problems = [problem for of_module in asked for problem in of_module]

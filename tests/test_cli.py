@@ -141,6 +141,8 @@ BAD = [
     (("bench", "--html", "x.html"), 2, "--html goes with --roofline"),
     (("bench", "--roofline", "--odd"), 2, "leave one out"),
     (("bench", "--features", "--seqlens", "512"), 2, "leave out --seqlens"),
+    (("bench", "--seqlens", "512,0"), 2, "'512,0': whole numbers above 0 with commas between them"),
+    (("bench", "--head-dims", "wide"), 2, "'wide': whole numbers above 0 with commas between them"),
     (("run", "--json", "{root}/missing.py"), 2, "run has no option --json"),
 ]
 
@@ -520,6 +522,7 @@ def test_audit_of_every_generation(folders):
             device = planning.gpu(number)
             answer = planning.resolve(problem, device)
             (tally,) = square["tallies"]
+            assert square["shared_memory"][square["capabilities"].index(number)] == device.shared_memory
             assert tally["modules"] == 2 and square["generation"] == device.generation
             if isinstance(answer, Plan):
                 size = planning.shared_memory(answer.config)
@@ -542,6 +545,8 @@ def test_a_model_that_is_not_dispatched_has_no_squares_to_show(folders):
 def test_pictures_are_complete_and_need_nothing_from_outside(folders, tmp_path):
     svg, html = tmp_path / "grid.svg", tmp_path / "grid.html"
     table = run("audit", folders / "llama", "--all", "--svg", svg, "--html", html).stdout
+    assert "163.0 KB (8.0, 8.7), 99.0 KB (8.6)" in table
+    assert "8.0, 8.6, 8.7; 99 or 163 KB a block" in svg.read_text(encoding="utf-8")
     drawing = ElementTree.fromstring(svg.read_text(encoding="utf-8"))
     texts = ["".join(element.itertext()) for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
     width, height = (float(drawing.get(size)) for size in ("width", "height"))
