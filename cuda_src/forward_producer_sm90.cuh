@@ -14,8 +14,8 @@ DEVICE int missing_rows(const Sequence& s) {
 }
 
 // Heads that are worked on together: as many as keep K and V in this much of the 50 MB of L2 (8192 tokens, causal, head dim
-// 256: 779 TFLOP/s, with all heads at once 754).
-constexpr i64 kL2Bytes = 32 << 20;
+// 256: 779 TFLOP/s, with all heads at once 754; 8 bits, 2048 tokens: 866, with twice as many 852).
+constexpr i64 kL2Bytes = (kIsE4m3 && kHeadDim > 128 ? 16 : 32) << 20;
 // Short sequences: a tile or two a CTA. With more heads a section begins with tiles that all wait for memory, and ends with tiles that
 // find K and V in L2 (512 tokens, causal, head dim 128: 340 TFLOP/s, as many as fit 318; head dim 256: one 383, two 334).
 constexpr int kShortKeys = 1024, kShortTiles = kHeadDim > 128 ? 1 : 2;
