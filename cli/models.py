@@ -50,7 +50,7 @@ def load(source: str, *, dtype, device, batch, seqlen, padding=None, patched=Non
     """The model and the inputs of one forward."""
     import torch
 
-    from flashpatch import models
+    from flashpatch import dummy_inputs, models
 
     usable = torch.version.cuda is not None and torch.cuda.is_available()
     device = device or ("cuda" if usable else "cpu")
@@ -62,4 +62,4 @@ def load(source: str, *, dtype, device, batch, seqlen, padding=None, patched=Non
     if sys.stderr.isatty():
         click.echo(f"loading {source} ...", err=True)
     model = models.load(source, dtype=dtype, device=device, patched=patched, **options)
-    return model, models.dummy_inputs(model, batch=batch, seqlen=seqlen, seed=seed, padding=padding)
+    return model, dummy_inputs.make(model, batch=batch, seqlen=seqlen, seed=seed, padding=padding)

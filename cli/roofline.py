@@ -114,12 +114,12 @@ def take(device: str, otherwise: str = "") -> None:
 
 
 def _shapes_of(name: str, seqlens) -> list:
+    from flashpatch import dummy_inputs, roofline
     from flashpatch import models as library
-    from flashpatch import roofline
 
     with models.translated():
         loaded = library.load(name, random_weights=True, patched=False)
-        shapes = roofline.shapes_of(loaded, library.dummy_inputs(loaded, batch=1, seqlen=32), seqlens)
+        shapes = roofline.shapes_of(loaded, dummy_inputs.make(loaded, batch=1, seqlen=32), seqlens)
     if not shapes:
         raise Fault(f"{name} ran no attention with one head dim for q, k and v", USAGE)
     return shapes

@@ -63,13 +63,13 @@ def command(as_module, override, strict, report_file, script, arguments):
     elif not Path(script).is_file() and not Path(script, "__main__.py").is_file():
         raise Fault(f"there is no file {script}; for an installed module type: flashpatch run -m {script}", USAGE)
     rendering.must_have_folder("--report", report_file)
-    from flashpatch import interface, patcher
+    from flashpatch import enabling, interface
 
     if reason := interface.unavailable():
         raise Fault(reason, MISSING)
     if strict:
         os.environ["FLASHPATCH_STRICT"] = "1"
-    patcher.enable(override)
+    enabling.enable(override)
     code = 1
     try:
         code = _run(script, arguments, as_module)
@@ -123,7 +123,7 @@ def _beyond_runpy(trace):
 
 
 def _report(script: str) -> RunReport:
-    from flashpatch import counting, patcher
+    from flashpatch import counting, enabling
 
     layers = [
         Layer(
@@ -133,8 +133,8 @@ def _report(script: str) -> RunReport:
         for counts in counting.layers
         if counts.calls or counts.recomputes
     ]  # fmt: skip
-    honoured = [f"{name} ({implementation})" for name, implementation in patcher.honoured()]
-    return RunReport(script, layers, honoured, sorted(patcher.unreachable()))
+    honoured = [f"{name} ({implementation})" for name, implementation in enabling.honoured()]
+    return RunReport(script, layers, honoured, sorted(enabling.unreachable()))
 
 
 def _print(report: RunReport) -> None:

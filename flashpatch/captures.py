@@ -15,10 +15,10 @@ from typing import Annotated
 
 import torch
 
-from . import compiler, counting, emulator, execution, fallback, launcher, planning, reference, tolerance
+from . import counting, emulator, execution, fallback, launcher, planning, reference, tolerance
 from .arguments import FLOATING
 from .call import TENSORS, Call
-from .problem import Device, Plan, Problem
+from .problem import BuildFailure, Device, Plan, Problem
 
 INPUTS = ("q", "k", "v")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
@@ -322,7 +322,7 @@ def replay(path: str | Path, device: Device | None) -> ReplayReport:
     kernels = [plan.config.kernel for plan in plans if isinstance(plan, Plan)]
     try:
         results = _run(capture, plans)
-    except (compiler.CompileError, emulator.BuildError, emulator.EmulationError) as failure:
+    except (BuildFailure, emulator.EmulationError) as failure:
         error = str(failure)
     optional = {name: getattr(call, name) for name in TENSORS if getattr(call, name) is not None}
     return ReplayReport(

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import compiler, emulator, kernel_launch, kernel_sets, launcher, planning, reference, tolerance
 from .cases import Case, Inputs, make_inputs
-from .problem import SCALED, Config, Decline, Device, Plan, Problem
+from .problem import SCALED, BuildFailure, Config, Decline, Device, Plan, Problem
 
 # What a kernel that cannot be built, loaded or run raises. Anything else is a defect of flashpatch and shows as such.
-FAILURES = (compiler.CompileError, emulator.BuildError, emulator.EmulationError)
+FAILURES = (BuildFailure, emulator.EmulationError)
 
 FORWARD_OUTPUTS = ("out", "logsumexp")
 OUTPUTS = (*FORWARD_OUTPUTS, "dq", "dk", "dv", "dbias", "dsinks")

@@ -21,21 +21,14 @@ import time
 from pathlib import Path
 
 from .kernel_constants import constants
-from .problem import Config, Device, Reason
+from .problem import BuildFailure, Config, Device, Reason
 from .support_matrix import find
 
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
 
-class CompileError(RuntimeError):
-    """NVRTC refused a kernel. `reason` is what a Decline says, the text has NVRTC's log."""
-
-    def __init__(self, reason: Reason, log: str = ""):
-        super().__init__(f"{reason.text}\n{log}".strip())
-        self.reason, self.log = reason, log
-
-    def __reduce__(self):
-        return type(self), (self.reason, self.log)
+class CompileError(BuildFailure):
+    """NVRTC refused a kernel, or there is no NVRTC."""
 
 
 # ---- what is compiled ----

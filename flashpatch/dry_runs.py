@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import execution, models, operators, patcher
+from . import attention_modules, dummy_inputs, execution, models, operators, patcher
 from .problem import DeclinedError, Problem
 
 
@@ -63,7 +63,7 @@ def facts(model, *, dtype: str | None = None, seqlen: int | None = None, **load)
         config = model.config.get_text_config()
         wide = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "local_attention")]
         seqlen = seqlen or max(1024, *(2 * size for size in wide if isinstance(size, int)), 0)
-        inputs = models.dummy_inputs(model, batch=1, seqlen=seqlen)
+        inputs = dummy_inputs.make(model, batch=1, seqlen=seqlen)
         recorder = _Recorder()
         traced = _trace(model, inputs, recorder)
         parameters = list({id(parameter): parameter for parameter in model.parameters()}.values())
@@ -107,13 +107,13 @@ def traced(model, dtype: str | None, inputs, load: dict) -> list[Traced]:
         if not isinstance(model, torch.nn.Module):
             model = _skeleton(model, dtype, load)
         if inputs is None:
-            inputs = models.dummy_inputs(model, **_only(load, "batch", "seqlen"))
+            inputs = dummy_inputs.make(model, **_only(load, "batch", "seqlen"))
         return _trace(model, inputs, _Recorder())
 
 
 def _trace(model, inputs, recorder: _Recorder) -> list[Traced]:
-    now = {id(module): _implementation(module) for _, module, _ in patcher.attention_modules(model)}
-    classes = {path: module for path, module, _ in patcher.attention_modules(model)}
+    now = {id(module): _implementation(module) for _, module, _ in attention_modules.find(model)}
+    classes = {path: module for path, module, _ in attention_modules.find(model)}
     training = model.training
     model.eval()
     try:

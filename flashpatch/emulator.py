@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from .emulator_builds import BuildError, Patch, available, build
+from .emulator_builds import EmulatorBuildError, Patch, available, build
 from .problem import Config
 
 PARAMS_LIMIT = 4096
@@ -252,7 +252,7 @@ def load(config: Config, *, seed: int | None = None, patch: Patch | None = None,
     """The kernels of `config.kernel`, built at most once per sources and Config.
 
     `seed` shuffles the order of warps (default: FLASHPATCH_EMULATION_SEED, else they take turns). `patch(name, text)`
-    rewrites sources before they are compiled; `folder` has more of them. Raises BuildError.
+    rewrites sources before they are compiled; `folder` has more of them. Raises EmulatorBuildError.
     """
     if seed is None:
         seed = warp_order()
@@ -265,7 +265,7 @@ def _library(config: Config, patch: Patch | None, folder: Path | None) -> _Libra
         with _locks.setdefault(key, threading.Lock()):
             if (library := _libraries.get(key)) is None:
                 if reason := available():
-                    raise BuildError(reason)
+                    raise EmulatorBuildError(reason)
                 path = build(config, patch, folder)
                 with _locks.setdefault(path, threading.Lock()):
                     if (library := _libraries.get(path)) is None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .kernel_constants import constants
-from .problem import Config, Reason
+from .problem import BuildFailure, Config, Reason
 from .support_matrix import find
 
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-w")
@@ -31,15 +31,8 @@ _UNROLL = re.compile(r"^#pragma unroll.*$", re.MULTILINE)
 _building_the_machine = threading.Lock()
 
 
-class BuildError(RuntimeError):
-    """The C++ compiler refused a kernel, or there is none. `reason` says what to type."""
-
-    def __init__(self, reason: Reason, log: str = ""):
-        super().__init__(f"{reason.text}\n{log}".strip())
-        self.reason, self.log = reason, log
-
-    def __reduce__(self):
-        return type(self), (self.reason, self.log)
+class EmulatorBuildError(BuildFailure):
+    """The C++ compiler refused a kernel, or there is none."""
 
 
 # ---- the compiler ----
@@ -114,7 +107,9 @@ def _native() -> str:
 def _run(command: Sequence[str], what: str, folder: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
     if done.returncode:
-        raise BuildError(Reason("compile_failed", f"{what} does not compile for the CPU ({command[0]})"), done.stderr)
+        raise EmulatorBuildError(
+            Reason("compile_failed", f"{what} does not compile for the CPU ({command[0]})"), done.stderr
+        )
 
 
 # ---- what is compiled ----
@@ -221,14 +216,14 @@ def _build_machine(texts: dict[str, str], compiler: tuple[str, ...]) -> Path:
 def build(config: Config, patch: Patch | None = None, folder: Path | None = None) -> Path:
     """The shared object of a Config, from the cache where it is there: the machine and the kernels of one source file.
 
-    There has to be a compiler (`available`). Raises BuildError where it refuses a source.
+    There has to be a compiler (`available`). Raises EmulatorBuildError where it refuses a source.
     """
     compiler, texts = find_compiler(os.environ.get("FLASHPATCH_CXX")), sources(patch, folder)
     machine = _build_machine(texts, compiler)
     name = f"{config.kernel}.cu"
     if name not in texts:
         known = ", ".join(sorted(n for n in texts if n.endswith(".cu"))) or "none"
-        raise BuildError(Reason("no_kernel", f"there is no kernel source {name} (there are: {known})"))
+        raise EmulatorBuildError(Reason("no_kernel", f"there is no kernel source {name} (there are: {known})"))
     unit = _kernel_source(config, texts[name])
     kernels = re.findall(r'^#include "(\w+\.cu)"', texts[name], re.MULTILINE)
     headers = {name: text for name, text in texts.items() if name.endswith((".cuh", ".h")) or name in kernels}

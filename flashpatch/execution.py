@@ -11,10 +11,8 @@ import torch
 
 from . import fallback, launcher, planning, tensor_layouts
 from .call import Call
-from .compiler import CompileError
 from .counting import layers, record_decline, switched_on
-from .emulator import BuildError
-from .problem import Decline, DeclinedError, Device, Plan, Problem, Reason
+from .problem import BuildFailure, Decline, DeclinedError, Device, Plan, Problem, Reason
 
 DTYPES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
@@ -89,7 +87,7 @@ def forward(q, k, v, call: Call, layer: int, strict: bool, statistics: bool = Tr
             out, logsumexp, copies = ready.run(q, k, v, call, statistics)
             counts.launched(ready.plan, copies)
             return out, logsumexp
-        except (CompileError, BuildError) as error:
+        except BuildFailure as error:
             ready = call.ready = _failed(ready.plan, error)
             _forwards.keep(ready, call, q, k, v)
     _declined(ready, layer, strict)
@@ -118,7 +116,7 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, 
             *gradients, copies = ready.run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
             layers[layer].launched(ready.plan, copies)
             return gradients
-        except (CompileError, BuildError) as error:
+        except BuildFailure as error:
             ready = _failed(ready.plan, error)
             _backwards.keep(ready, call, q, k, v, dout, out)
     _declined(ready, layer, strict)
@@ -219,7 +217,7 @@ def own_device(index: int) -> Device:
     )  # fmt: skip
 
 
-def _failed(plan: Plan, error: CompileError | BuildError) -> Decline:
+def _failed(plan: Plan, error: BuildFailure) -> Decline:
     """A kernel that cannot be built or loaded here is a decline from now on, never tried again per call."""
     _failures[plan.config, plan.device] = error.reason
     return Decline(plan.problem, (error.reason,))

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import counting, interface
+from . import attention_weights, counting, interface
 from .recorded_scores import Scores
 
 # ---- where ----
@@ -289,7 +289,7 @@ def _signature(cls: type) -> inspect.Signature:
 
 
 def _weights_wanted(module, args, kwargs) -> bool:
-    if kwargs.get("output_attentions") or interface.attentions_collected():
+    if kwargs.get("output_attentions") or attention_weights.attentions_collected():
         return True
     try:
         return bool(_signature(type(module)).bind_partial(module, *args).arguments.get("output_attentions"))

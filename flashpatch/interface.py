@@ -21,7 +21,9 @@ import threading
 import torch
 
 from . import counting, mask_functions, masks, ops
+from .attention_weights import attentions_collected, with_weights
 from .call import Call
+from .call_masks import bias_of_call, mask_of_call
 from .masks import MaskSpec
 from .modes import autocast_dtype
 from .problem import Decline, DeclinedError, Problem, Reason
@@ -35,9 +37,9 @@ OLDEST = (5, 17)
 # Keyword arguments with no bearing on attention: switches and tensors of the model around it that decoders pass through.
 NOISE = frozenset(
     (
-        "use_cache", "cache_position", "past_key_values", "return_dict", 
+        "use_cache", "cache_position", "past_key_values", "return_dict",
         "output_hidden_states", "output_router_logits", "output_attentions", "encoder_hidden_states",
-        "encoder_attention_mask", "num_items_in_batch", "position_embeddings", 
+        "encoder_attention_mask", "num_items_in_batch", "position_embeddings",
         "labels", "logits_to_keep", "inputs_embeds", "input_ids", "token_type_ids",
         "mm_token_type_ids", "pixel_values", "image_sizes", "deterministic", "seq_idx", "layer_idx", "max_length_q",
         "max_length_k", "max_seqlen_q", "max_seqlen_k",
@@ -201,12 +203,12 @@ def attention_function(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if not q.dtype == k.dtype == v.dtype:
         q, k, v = _in_one_dtype(q, k, v)
-    lowered, bias = _mask(
+    lowered, bias = mask_of_call(
         attention_mask, q, k, is_causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, layer
     )
     if lowered.key_length != k.shape[1]:
         k, v = k[:, : lowered.key_length], v[:, : lowered.key_length]
-    bias = _bias(position_bias, bias, q, lowered.key_length)
+    bias = bias_of_call(position_bias, bias, q, lowered.key_length)
     sinks = None if s_aux is None else s_aux.reshape(-1).float()
     call = Call(
         float(q.shape[-1] ** -0.5 if scaling is None else scaling),
@@ -216,7 +218,7 @@ def attention_function(
     )  # fmt: skip
     if kwargs.get("output_attentions") or attentions_collected():
         decline(layer, strict, query, value, "output_attentions", "the attention weights themselves are asked for")
-        return _with_weights(q, k, v, call, layer)
+        return with_weights(q, k, v, call, layer)
     out, _ = ops.attend(q, k, v, call, layer, strict, statistics=False)
     return out.contiguous(), None
 
@@ -285,150 +287,3 @@ def decline(layer: int, strict: bool, query, value, code: str, text: str) -> Non
         problem = Problem("forward", str(query.dtype).removeprefix("torch."), query.shape[-1], value.shape[-1])
         raise DeclinedError(Decline(problem, (reason,)))
     counting.record_decline(layer, reason)
-
-
-def _mask(attention_mask, q, k, is_causal, sliding_window, position_ids, cu_seq_lens_q, cu_seq_lens_k, layer: int):
-    """Who sees whom, as (Lowered, additive mask or None)."""
-    q_length, k_length = q.shape[1], k.shape[1]
-    documents = cu_seq_lens_q if cu_seq_lens_k is not None else None
-    if isinstance(attention_mask, MaskSpec):
-        spec = _matching(attention_mask, q, k)
-        if documents is not None:
-            spec = _with_documents(spec, cu_seq_lens_q, cu_seq_lens_k, q, k)
-        elif position_ids is not None:
-            spec = _with_positions(spec, position_ids, k_length)
-        if spec.dense and not torch.compiler.is_compiling():
-            counting.layers[layer].mask_materialised += 1
-        return spec.lower(k_length), None
-    far = masks.UNLIMITED
-    left = right = far
-    bias = mask = None
-    if attention_mask is None:
-        # Eager adds no mask then; only a caller's explicit word adds causality, top-left as in transformers' sdpa.
-        if is_causal and q_length > 1:
-            right = 0
-        if sliding_window is not None:
-            left = sliding_window - 1
-            right = min(right, left)
-    elif isinstance(attention_mask, torch.Tensor):
-        mask = _four_dimensional(attention_mask, k_length).to(q.device)
-        if mask.dtype != torch.bool:
-            mask, bias = None, mask
-    else:
-        raise TypeError(
-            f"flashpatch got an attention mask of type {type(attention_mask).__name__}; a tensor is needed. "
-            'Block masks belong to attn_implementation="flex_attention"'
-        )
-    shift = k_length - q_length if attention_mask is None and right != 0 else 0
-    spec = MaskSpec(q.shape[0], q_length, k_length, q.dtype, q.device, left, right, shift, None, mask)
-    if documents is not None:
-        spec = _with_documents(spec, cu_seq_lens_q, cu_seq_lens_k, q, k)
-    return spec.lower(k_length), bias
-
-
-def _matching(spec: MaskSpec, q, k) -> MaskSpec:
-    """The spec on the tensors' device, or an error where it was built for other lengths."""
-    if spec.q_length != q.shape[1] and spec.same_for_all_rows():
-        spec = spec._replace(q_length=q.shape[1])  # which keys are padding does not depend on the rows
-    if spec.q_length != q.shape[1] or spec.kv_length < k.shape[1]:
-        raise ValueError(
-            f"the attention mask was built for {spec.q_length} queries and {spec.kv_length} keys, but attention got "
-            f"{q.shape[1]} and {k.shape[1]}: this model extends its keys or queries after building the mask. "
-            'Use its own implementation: model.set_attn_implementation("eager")'
-        )
-    return spec if spec.device == q.device else spec.to(q.device)
-
-
-def _with_documents(spec: MaskSpec, cu_seq_lens_q, cu_seq_lens_k, q, k) -> MaskSpec:
-    """Keep the documents of `cu_seq_lens_*` apart: a batch of one row, sequences laid end to end."""
-    if spec.joined is not None and spec.joined[0] is cu_seq_lens_q:
-        return spec.joined[1]
-    if q.shape[0] != 1 or (spec.causal and q.shape[1] != k.shape[1]):
-        raise ValueError(
-            f"cu_seq_lens_q and cu_seq_lens_k describe sequences laid end to end in one row; got a batch of "
-            f"{q.shape[0]} with {q.shape[1]} queries and {k.shape[1]} keys. Leave them out, or pass one row"
-        )
-    ranges = masks.document_ranges(cu_seq_lens_q.to(q.device), cu_seq_lens_k.to(q.device), q.shape[1])
-    return spec.with_ranges(cu_seq_lens_q, ranges)
-
-
-def _with_positions(spec: MaskSpec, position_ids, k_length: int) -> MaskSpec:
-    """Keep the documents apart that position ids restart for, where transformers has not looked: a first forward with a
-    cache, or a model that does not hand its positions to the mask. As transformers does, only without a 2-D mask."""
-    if spec.joined is not None and spec.joined[0] is position_ids:
-        return spec.joined[1]
-    alone = spec.causal and not (spec.given or spec.packed or spec.dense or spec.on_device) and spec.shift == 0
-    if not alone or spec.q_length == 1 or spec.q_length != k_length or position_ids.dim() != 2:
-        return spec
-    if position_ids.shape[1] != spec.q_length or position_ids.shape[0] not in (1, spec.batch_size):
-        return spec
-    return spec.with_ranges(position_ids, masks.position_ranges(position_ids.to(spec.device)))
-
-
-def _four_dimensional(tensor: torch.Tensor, k_length: int) -> torch.Tensor:
-    """A mask or bias broadcast from the right, as eager's addition does; columns beyond the keys are cut off."""
-    if tensor.dim() < 4:
-        tensor = tensor[(None,) * (4 - tensor.dim())]
-    return tensor[..., :k_length] if tensor.shape[-1] > k_length else tensor
-
-
-def _bias(position_bias, additive, q, key_length: int) -> torch.Tensor | None:
-    """What is added to the scores, in the dtype attention will run in. Values below that dtype's range become its
-    lowest number, not -inf: a row made of nothing else stays the plain mean it is in eager attention."""
-    if position_bias is None and additive is None:
-        return None
-    parts = [_four_dimensional(part, key_length) for part in (position_bias, additive) if part is not None]
-    bias = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    dtype = (q.dtype != torch.float64 and autocast_dtype(q.device.type)) or q.dtype
-    if bias.dtype == dtype:
-        return bias
-    if bias.is_floating_point() and torch.finfo(bias.dtype).min < torch.finfo(dtype).min:
-        lowest = torch.finfo(dtype).min
-        bias = torch.where((bias < lowest) & (bias != -torch.inf), lowest, bias)
-    return bias.to(dtype)
-
-
-def attentions_collected() -> bool:
-    """Whether a model collects attention weights by hooks, which it does not tell the attention function."""
-    collector = _collector()
-    if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
-        return False
-    collected = collector.get()
-    return bool(collected) and any("attentions" in name for name in collected)
-
-
-def _collector():
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return None
-    return _active_collector
-
-
-def _with_weights(q, k, v, call: Call, layer: int):
-    """Attention in plain torch, weights included: the whole score matrix, rounded where eager rounds."""
-    if not torch.compiler.is_compiling():
-        counting.layers[layer].called()
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = torch.matmul(q, k.transpose(2, 3)) * call.softmax_scale
-    if call.softcap:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if call.bias is not None:
-        scores = scores + call.bias
-    spec = MaskSpec(
-        q.shape[0], q.shape[2], k.shape[2], q.dtype, q.device,
-        call.window_left if call.window_left >= 0 else masks.UNLIMITED,
-        call.window_right if call.window_right >= 0 else masks.UNLIMITED,
-        k.shape[2] - q.shape[2], call.key_ranges, call.mask,
-    )  # fmt: skip
-    scores = scores.masked_fill(~spec.visible(), torch.finfo(scores.dtype).min)
-    if call.sinks is not None:
-        sinks = call.sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
-        scores = torch.cat([scores, sinks], -1)
-    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
-    if call.sinks is not None:
-        weights = weights[..., :-1]
-    weights = torch.dropout(weights, call.dropout_p, call.dropout_p > 0)
-    return torch.matmul(weights, v.to(weights.dtype)).transpose(1, 2).contiguous(), weights

@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import patcher
+from . import attention_modules
 
 Observation = dict  # (kind, name) -> tensor on non-padding tokens
 
@@ -102,7 +102,7 @@ def implementation(model, name: str):
     names = ("_attn_implementation_internal", "_experts_implementation_internal")
     before = [
         (config, field, getattr(config, field))
-        for config in patcher.configs_of(model)
+        for config in attention_modules.configs_of(model)
         for field in names
         if hasattr(config, field)
     ]

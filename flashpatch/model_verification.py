@@ -14,7 +14,7 @@ from typing import Annotated
 
 import torch
 
-from . import model_runs, patcher
+from . import attention_modules, model_runs, patcher
 from .difference_explanations import (
     Explanation,
     chosen_path,
@@ -119,7 +119,7 @@ def verify_model(
     dtype = parameter.dtype
     # eager attention in fp32 has an error of its own, so a model in fp32 is held against fp64
     wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
-    modules = [(path, module) for path, module, _ in patcher.attention_modules(model)]
+    modules = [(path, module) for path, module, _ in attention_modules.find(model)]
     default = str(getattr(model.config, "_attn_implementation", "its own"))
 
     largest: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Patching a model: finding its attention modules, `apply`, `restore`, `report`, and `enable` for all models to come.
+"""Patching a model: `apply`, `restore`, `report`.
 
 Switching a model over is transformers' own `set_attn_implementation` to the name of `interface`, undone by putting the
 names back. What became of each attention module is proven by the calls counted for it, not by the switch.
@@ -6,89 +6,14 @@ names back. What became of each attention module is proven by the calls counted 
 
 from __future__ import annotations
 
-import re
-import sys
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 
-from . import counting, inlined, interface, tagging
-from .interface import NAME, source_of
+from . import attention_modules, counting, enabling, inlined, interface, tagging
+from .attention_modules import configs_of, dispatches, roots, switch
+from .interface import NAME
 from .tagging import Tag
-
-# Source that makes a model fold its selection of keys into the mask for the two names it knows, and for no other.
-_NAME_TEST = re.compile(r"_attn_implementation (?:not )?in \(\"eager\", \"sdpa\"\)")
-
-# Source that picks a module class by the name while the model is built, and fails on ours.
-_CLASS_BY_NAME = re.compile(r"_ATTENTION_CLASSES\[(?:self\.)?config\._attn_implementation\]")
-
-
-# ---- which modules are attention ----
-
-
-_dispatches_cache: dict[type, bool] = {}
-
-
-def _dispatches(cls: type) -> bool:
-    """Whether a module class calls whatever is registered under the implementation's name."""
-    if cls not in _dispatches_cache:
-        text = "".join(source_of(base) for base in cls.__mro__ if base is not torch.nn.Module and base is not object)
-        _dispatches_cache[cls] = "ALL_ATTENTION_FUNCTIONS" in text
-    return _dispatches_cache[cls]
-
-
-_COMPUTES = re.compile(r"softmax\(|scaled_dot_product_attention|multi_head_attention_forward|flex_attention\(")
-
-
-def _computes(cls: type) -> bool:
-    """Whether a module class computes attention by itself."""
-    if cls is torch.nn.MultiheadAttention:
-        return True
-    own = [base for base in cls.__mro__ if base is not object and base.__module__.split(".")[0] != "torch"]
-    text = "".join(map(source_of, own))
-    return bool(_COMPUTES.search(text))
-
-
-def attention_modules(model) -> list[tuple[str, torch.nn.Module, str | None]]:
-    """Every attention module of a model as (path, module, None or why it cannot be reached).
-
-    Reachable ones dispatch by name, or compute attention in code that `inlined` reads. Of the others only those are
-    listed that compute attention themselves: the wrappers around attention modules, which bear similar names, do not.
-    """
-    found = []
-    for path, module in model.named_modules():
-        cls = type(module)
-        if isinstance(module, _pretrained()):
-            continue
-        if _dispatches(cls):
-            found.append((path, module, _refusal(cls)))
-        elif inlined.where(cls) is not None:
-            found.append((path, module, None))
-        elif "attention" in cls.__name__.lower() and _computes(cls):
-            inner = [child for child in module.modules() if child is not module and _dispatches(type(child))]
-            if not inner:
-                found.append((path, module, f"{cls.__name__} computes attention itself and asks for no implementation"))
-    return found
-
-
-def _refusal(cls: type) -> str | None:
-    """Why a dispatching class would compute something else under our name."""
-    if _NAME_TEST.search(source_of(cls)):
-        return (
-            f"{cls.__name__} selects keys and tells attention only under the names eager and sdpa (kwarg_unknown: "
-            "indices); patched it would attend to all keys"
-        )
-    return None
-
-
-def _pretrained() -> type:
-    from transformers import PreTrainedModel
-
-    return PreTrainedModel
-
-
-# ---- apply, report, restore ----
 
 
 @dataclass
@@ -249,23 +174,22 @@ def apply(model: torch.nn.Module, *, strict: bool | None = None) -> Patch:
     Models that compute attention themselves are left untouched, and the report says so per module.
     """
     interface.register()
-    pretrained = _pretrained()
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"flashpatch.apply needs a transformers model, got {type(model).__name__}")
-    roots = _roots(model, pretrained)
-    if not roots:
+    outermost = roots(model)
+    if not outermost:
         raise TypeError(
             f"{type(model).__name__} contains no transformers model; flashpatch.apply patches transformers models, "
             "flashpatch.attention(q, k, v) serves any other code"
         )
     configs = [(config, config._attn_implementation_internal) for config in configs_of(model)]
-    modules = attention_modules(model)
+    modules = attention_modules.find(model)
     strict = bool(strict)
     entries, tags, handles = [], [], []
     try:
         if not any(_is_refused(obstacle, module) for _, module, obstacle in modules):
-            for root in roots:
-                _switch(root)
+            for root in outermost:
+                switch(root)
         for path, module, obstacle in modules:
             config = getattr(module, "config", None)
             read = inlined.where(type(module)) is not None
@@ -289,57 +213,14 @@ def apply(model: torch.nn.Module, *, strict: bool | None = None) -> Patch:
 
 
 def _is_refused(obstacle: str | None, module) -> bool:
-    return obstacle is not None and _dispatches(type(module))
-
-
-def _roots(model, pretrained: type) -> list:
-    """The outermost transformers models in `model` (itself, or inside PEFT, DDP or torch.compile wrappers)."""
-    if isinstance(model, pretrained):
-        return [model]
-    return [root for child in model.children() for root in _roots(child, pretrained)]
-
-
-def configs_of(model) -> list:
-    """Every configuration that a module of the model may read its implementation from."""
-    found: dict[int, object] = {}
-
-    def add(config):
-        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
-            return
-        found[id(config)] = config
-        for name in getattr(config, "sub_configs", None) or ():
-            add(getattr(config, name, None))
-
-    for module in model.modules():
-        add(getattr(module, "config", None))
-    return list(found.values())
-
-
-def _switch(root) -> None:
-    """transformers' own switch, silenced: what it could not switch is in the report, module by module."""
-    from transformers.utils import logging
-
-    pretrained = _pretrained()
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        root.set_attn_implementation(NAME)
-        for submodel in root.modules():
-            # A stack with its own copy of the configuration (T5's encoder and decoder) is not reached from above.
-            if isinstance(submodel, pretrained) and submodel.config._attn_implementation != NAME:
-                submodel.set_attn_implementation(NAME)
-            # Where attention is hard-coded the name still says how masks are built.
-            if isinstance(submodel, pretrained) and inlined.masks_by_name(submodel):
-                submodel.config._attn_implementation_internal = NAME
-    finally:
-        logging.set_verbosity(level)
+    return obstacle is not None and dispatches(type(module))
 
 
 def report(model: torch.nn.Module) -> PatchReport:
     """The report of any model, however it came to `fpatch`: `apply`, `enable` or `attn_implementation="fpatch"`."""
     interface.register()
     rows = []
-    for path, module, obstacle in attention_modules(model):
+    for path, module, obstacle in attention_modules.find(model):
         tag = getattr(module, "_flashpatch", None)
         config = getattr(module, "config", None)
         if obstacle is None and tag is None and inlined.where(type(module)) is not None:
@@ -353,111 +234,4 @@ def report(model: torch.nn.Module) -> PatchReport:
             tag = tagging.tag_module(module, path, False, tagging.parents_of(model, path))
         rows.append(_row(path, type(module).__name__, tag if obstacle is None else None, obstacle))
     made = counting.counts(interface.model_code).mask_materialised
-    return PatchReport(type(model).__name__, rows, made, list(_enabled.honoured))
-
-
-# ---- every model loaded from now on ----
-
-
-class _Enabled:
-    """What `enable` replaced, and the implementations it saw scripts ask for by name."""
-
-    def __init__(self):
-        self.original = None
-        self.override = False
-        self.honoured: list[tuple[str, str]] = []
-        self.unreachable: Counter = Counter()
-        self.defaults: dict[str, str] = {}
-
-    def default(self, name: str) -> str:
-        """The name of an implementation that nobody asked for, as a string object of its own.
-
-        A configuration hands it on to the models inside, copies of it do too, and it is told from a name that a script
-        gave by its identity alone.
-        """
-        return self.defaults.setdefault(name, name.encode().decode())
-
-    def is_default(self, name: str | None) -> bool:
-        return name is None or name is self.defaults.get(name)
-
-
-_enabled = _Enabled()
-
-
-def enable(override: bool = False) -> None:
-    """From now on, models that are built without a chosen attention implementation use flashpatch.
-
-    An implementation asked for by name is honoured and listed (`honoured`, reports); `override=True` replaces it
-    too. Attention that a model computes in its own code is read where `inlined.MODULES` names it, from the model's first
-    forward on; compiled by torch.compile too, if without `fullgraph=True`. Models that can neither be switched nor read
-    keep their default (`unreachable`).
-    """
-    interface.register()
-    pretrained = _pretrained()
-    _enabled.override = override
-    if _enabled.original is not None:
-        return
-    original = pretrained._check_and_adjust_attn_implementation
-
-    def choose(self, attn_implementation, is_init_check=False, **kwargs):
-        if not is_init_check:
-            return original(self, attn_implementation, is_init_check, **kwargs)
-        default = _enabled.is_default(attn_implementation)
-        name = original(self, _choose(self, None if default else attn_implementation), is_init_check, **kwargs)
-        return _enabled.default(name) if default and name != NAME else name
-
-    _enabled.original = original
-    pretrained._check_and_adjust_attn_implementation = choose
-
-
-def _choose(model, asked: str | None) -> str | None:
-    name = type(model).__name__
-    source = source_of(sys.modules.get(type(model).__module__))
-    by_class = bool(_CLASS_BY_NAME.search(source))
-    if asked == NAME and not by_class:
-        tagging.adopt(model)
-        return asked
-    refused = bool(_NAME_TEST.search(source))
-    now = model._can_set_attn_implementation() and not refused and not by_class
-    later = not refused and (by_class or inlined.may_have(type(model)))
-    if not now and not later:
-        _enabled.unreachable[name] += 1
-        return asked
-    if asked not in (None, NAME) and not _enabled.override:
-        if (name, asked) not in _enabled.honoured:
-            _enabled.honoured.append((name, asked))
-        return asked
-    tagging.adopt(model)
-    if later:
-        model.register_forward_pre_hook(_at_first_forward)
-    return NAME if now else None
-
-
-@torch.compiler.disable(reason="flashpatch.enable() finishes this model before its first forward")
-def _at_first_forward(model, args) -> None:
-    """What could not be done while `enable` saw a model built: its implementation, and attention that has to be read."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _at_first_forward:
-            del model._forward_pre_hooks[key]
-    _switch(model)
-    for path, module in model.named_modules():
-        if inlined.where(type(module)) is not None and getattr(module, "_flashpatch", None) is None:
-            inlined.attach(module)
-            tagging.tag_module(module, path, False, tagging.parents_of(model, path))
-
-
-def disable() -> None:
-    """Undo `enable` for models built from now on; those already built keep what they have."""
-    if _enabled.original is not None:
-        _pretrained()._check_and_adjust_attn_implementation = _enabled.original
-        _enabled.original = None
-
-
-def unreachable() -> list[str]:
-    """Classes of the models built since `enable` that compute attention themselves and were left alone."""
-    return list(_enabled.unreachable)
-
-
-def honoured() -> list[tuple[str, str]]:
-    """(model class, implementation) that scripts asked for by name since `enable`, and got."""
-    return list(_enabled.honoured)
+    return PatchReport(type(model).__name__, rows, made, enabling.honoured())

@@ -92,6 +92,17 @@ class Reason:
     text: str
 
 
+class BuildFailure(RuntimeError):
+    """A kernel could not be built. `reason` is what a Decline says and what to type, the text has the compiler's log."""
+
+    def __init__(self, reason: Reason, log: str = ""):
+        super().__init__(f"{reason.text}\n{log}".strip())
+        self.reason, self.log = reason, log
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.log)
+
+
 @dataclass(frozen=True)
 class Decline:
     """No kernel takes the problem. All reasons at once, and the nearest thing that would run on one."""

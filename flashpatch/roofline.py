@@ -11,8 +11,6 @@ from __future__ import annotations
 import gc
 import math
 import random
-import statistics
-import time
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -20,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import benchmarking, families, tracing
+from . import benchmarking, tracing
 from .benchmarking import Shape
-from .dense_tracking import MATMULS, size_of
+from .counted_work import count
+from .measured_ceilings import Ceilings, measure_ceilings, milliseconds, synchronize
 
 GPU_VARIANTS = ("flashpatch", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "flex", "eager")
 CPU_VARIANTS = ("flashpatch", "sdpa_flash", "sdpa_math", "eager")
@@ -31,26 +30,6 @@ DENSE = ("sdpa_math", "eager")
 _OVER = 1.02
 # A time that grows with a smaller power of FLOPs and of bytes is neither's: launches, or too little work.
 _RESPONDS = 0.3
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this machine reaches, measured just before."""
-
-    tflops: Annotated[float, "TFLOP/s of the fastest matrix product in this dtype"]
-    product: Annotated[str, "its shape"]
-    copy_gbs: Annotated[float, "GB/s of copying, read and written counted"]
-    read_gbs: Annotated[float, "GB/s of reading (a sum)"]
-
-    @property
-    def gbs(self) -> float:
-        """The higher of the two bandwidths."""
-        return max(self.copy_gbs, self.read_gbs)
-
-    @property
-    def ridge(self) -> float:
-        """FLOPs per byte where arithmetic begins to limit."""
-        return self.tflops * 1e3 / self.gbs
 
 
 @dataclass
@@ -106,122 +85,6 @@ class RooflineReport:
     ceilings: Annotated[Ceilings, "what this machine reaches"]
     points: Annotated[list[Point], "every variant at every shape"] = field(default_factory=list)
     experiments: Annotated[list[Experiment], "one for each variant"] = field(default_factory=list)
-
-
-# ---- clocks ----
-
-
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def milliseconds(run, device: torch.device, budget: float = 30.0, samples: int = 3) -> float:
-    """Median time of a call: each sample is as many calls as fill `budget` milliseconds."""
-
-    def sample(repeats: int) -> float:
-        _sync(device)
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(repeats):
-                run()
-            stop.record()
-            _sync(device)
-            return start.elapsed_time(stop) / repeats
-        began = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - began) * 1e3 / repeats
-
-    first = sample(1)
-    repeats = max(1, min(200, int(budget / max(first, 1e-3))))
-    return statistics.median(sample(repeats) for _ in range(samples))
-
-
-def measure_ceilings(device: torch.device, dtype: torch.dtype, *, small: bool = False) -> Ceilings:
-    """The fastest matrix product over several shapes, and the bandwidth of copying and reading."""
-    if small:
-        products, length = [(512, 512, 512), (1024, 1024, 1024)], 1 << 24
-    elif device.type == "cuda":
-        products = [(8192, 8192, 8192), (4096, 4096, 4096), (16384, 8192, 2048), (8192, 16384, 16384)]
-        length = 1 << 29
-    else:
-        products, length = [(1024, 1024, 1024), (2048, 2048, 2048), (4096, 2048, 1024)], 1 << 26
-    best, shape = 0.0, ""
-    for m, n, k in products:
-        a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
-        speed = 2e-9 * m * n * k / milliseconds(lambda a=a, b=b: a @ b, device)
-        if speed > best:
-            best, shape = speed, f"{m} x {k} by {k} x {n}"
-        del a, b
-    source = torch.ones(length, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * source.nbytes / milliseconds(lambda: target.copy_(source), device) / 1e6
-    read = source.nbytes / milliseconds(lambda: source.sum(), device) / 1e6
-    return Ceilings(best, shape, copied, read)
-
-
-# ---- counting ----
-
-
-class _Counter(tracing.Watching):
-    """Adds up what operators read and write, and the FLOPs of matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = self.flops = 0
-        self.fused = False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if types and any(kind is not torch.Tensor and not issubclass(kind, torch.nn.Parameter) for kind in types):
-            return out
-        read = {_address(value): value for value in _tensors((args, kwargs or {}))}
-        written = [value for value in _tensors(out) if _address(value) not in read]
-        in_place = isinstance(function, torch._ops.OpOverload) and function._schema.is_mutable
-        if written or in_place:
-            moved = [*read.values(), *written, *(list(read.values())[:1] if in_place else [])]
-            self.bytes += sum(map(size_of, moved))
-        if function in MATMULS:
-            a = args[MATMULS[function][0]]
-            self.flops += 2.0 * out.numel() * a.shape[-1]
-        elif isinstance(function, torch._ops.OpOverload) and families.of_operator(function.name().partition(".")[0]):
-            self.fused = True
-        return out
-
-
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def count(run, shape: Shape, direction: str, itemsize: int) -> tuple[float, int]:
-    """(FLOPs executed, bytes moved) of one call. What a compiled kernel does without an operator counts as fused."""
-    with _Counter() as counter:
-        run()
-    if counter.flops and not counter.fused:
-        return counter.flops, counter.bytes
-    return shape.flops(direction), max(counter.bytes if counter.fused else 0, compulsory(shape, direction, itemsize))
-
-
-def compulsory(shape: Shape, direction: str, itemsize: int) -> int:
-    """Bytes that any attention moves at least: inputs read and outputs written once, logsumexp in fp32."""
-    row = shape.batch * shape.seqlen * shape.head_dim * itemsize
-    q, kv = row * shape.num_heads, row * shape.num_heads_kv
-    logsumexp = 4 * shape.batch * shape.seqlen * shape.num_heads
-    if direction == "forward":
-        return 2 * q + 2 * kv + logsumexp
-    return 4 * q + 4 * kv + logsumexp  # q, k, v, out, dout in; dq, dk, dv out
 
 
 # ---- running ----
@@ -306,11 +169,11 @@ def measure(
         run = _runner(variant, shape, direction, dtype, device)
         run()  # compiles, and takes what is taken once
         if device.type == "cuda":
-            _sync(device)
+            synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             run()
-            _sync(device)
+            synchronize(device)
             point.peak_bytes = torch.cuda.max_memory_allocated(device) - before
         point.flops, point.bytes = count(run, shape, direction, dtype.itemsize)
         point.milliseconds = milliseconds(run, device, samples=samples)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from flashpatch import patcher, tagging
+from flashpatch import enabling, tagging
 
 
 @pytest.fixture
 def enabled():
     """flashpatch.enable(), and nothing left of it afterwards."""
-    patcher.enable()
+    enabling.enable()
     yield
-    patcher.disable()
+    enabling.disable()
     tagging._adopted.clear()
-    patcher._enabled.honoured.clear()
+    enabling._enabled.honoured.clear()

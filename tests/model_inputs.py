@@ -8,6 +8,7 @@ import torch
 from special_inputs import SPECIAL, width
 
 from flashpatch import models, patcher
+from flashpatch.dummy_inputs import Inputs
 from flashpatch.model_runs import main_output
 
 CLOSE = 2e-4  # of the largest logit: two fp32 results of the same function
@@ -22,7 +23,7 @@ def output_of(result) -> torch.Tensor:
 
 def inputs_of(model, model_type: str, length: int) -> dict:
     """Keyword arguments for one forward: what `flashpatch verify MODEL` uses, and what else the type must have."""
-    maker = models._Inputs(model, 2, length, 0)
+    maker = Inputs(model, 2, length, 0)
     if model_type in SPECIAL:
         return SPECIAL[model_type](maker)
     inputs = maker.make(None)
@@ -49,16 +50,16 @@ def candidates(model, model_type: str, length: int):
         yield {**inputs, "pixel_values": images[:, None]}  # one image of several
         yield {**inputs, "pixel_values": images[:, None].expand(-1, 2, -1, -1, -1)}  # a pair of images, or a video
     if images.dim() == 2:
-        vision = models._Inputs(model, 2, length, 0).vision_config()
+        vision = Inputs(model, 2, length, 0).vision_config()
         patch = getattr(vision, "patch_size", None)
         if isinstance(patch, int) and images.shape[1] % (patch * patch) == 0:
             squares = images.reshape(images.shape[0], -1, patch, patch)
             yield {**inputs, "pixel_values": squares}
             yield {**inputs, "pixel_values": squares[None]}
     if "input_ids" in inputs and images.numel():
-        yield {"input_ids": models._Inputs(model, 2, length, 0).tokens(length)}
+        yield {"input_ids": Inputs(model, 2, length, 0).tokens(length)}
     if "inputs_embeds" in takes:
-        maker = models._Inputs(model, 2, length, 0)
+        maker = Inputs(model, 2, length, 0)
         yield {"inputs_embeds": maker.noise(2, length, width(maker))}
 
 
@@ -115,7 +116,7 @@ def variants(model, inputs: dict):
         return
     if hasattr(model.config, "num_codebooks"):
         return  # several rows of tokens per sequence
-    special = models._Inputs(model, 1, 1, 0).special_tokens(1 << 30)
+    special = Inputs(model, 1, 1, 0).special_tokens(1 << 30)
     for side in ("left", "right"):
         mask = torch.ones_like(tokens)
         pads = slice(0, 3) if side == "left" else slice(tokens.shape[1] - 3, None)
@@ -123,7 +124,7 @@ def variants(model, inputs: dict):
             continue  # an image's place cannot be padding
         mask[1, pads] = 0
         tokens = inputs["input_ids"].clone()
-        tokens[1, pads] = getattr(models._Inputs(model, 1, 1, 0).text_config(), "pad_token_id", None) or 0
+        tokens[1, pads] = getattr(Inputs(model, 1, 1, 0).text_config(), "pad_token_id", None) or 0
         padded = {**inputs, "input_ids": tokens, "attention_mask": mask}
         written = inputs.get("decoder_input_ids", tokens[:0])
         if "decoder_attention_mask" in takes and side == "right" and len(written) == len(tokens):

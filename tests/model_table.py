@@ -146,7 +146,7 @@ def _built(model_type: str, seed: int):
     """The first way of shrinking and class that does."""
     import shrinking
 
-    from flashpatch import patcher
+    from flashpatch import attention_modules
 
     failures, without = [], None
     for widths in (True, False):
@@ -163,7 +163,7 @@ def _built(model_type: str, seed: int):
                 model = shrinking.build(cls, copy.deepcopy(config), seed)
                 _eager(model)
                 found = model, _accepted(model, model_type), how
-                if patcher.attention_modules(model):
+                if attention_modules.find(model):
                     return found
                 without = without or found  # a backbone, say: another class may have more
             except Exception as failure:
@@ -262,13 +262,11 @@ def _own_modules(model_type: str, model, part: bool) -> set[str]:
     """The attention modules that a row is about: of a part in a larger model, those with the part's config."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from flashpatch import patcher
+    from flashpatch import attention_modules
 
     kind = CONFIG_MAPPING[model_type] if part else object
     return {
-        path
-        for path, module, _ in patcher.attention_modules(model)
-        if isinstance(getattr(module, "config", None), kind)
+        path for path, module, _ in attention_modules.find(model) if isinstance(getattr(module, "config", None), kind)
     }
 
 

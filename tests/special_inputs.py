@@ -1,4 +1,4 @@
-"""Inputs of the types that take what no general rule makes: type -> a function of `models._Inputs`, which makes them."""
+"""Inputs of the types that take what no general rule makes: type -> a function of `dummy_inputs.Inputs`, which makes them."""
 
 from __future__ import annotations
 

@@ -407,10 +407,10 @@ def test_apply_save_writes_a_copy_that_comes_up_patched(folders, tmp_path):
 
 
 def test_apply_leaves_nothing_patched(folders):
-    from flashpatch import patcher
+    from flashpatch import enabling
 
     run("apply", folders / "llama", *SHORT)
-    assert patcher._enabled.original is None
+    assert enabling._enabled.original is None
 
 
 @pytest.mark.parametrize("command", ["/nonexistent", "/bin/false"])

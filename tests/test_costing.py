@@ -13,7 +13,7 @@ import transformers
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashpatch import costing
+from flashpatch import call_costs, costing
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -106,7 +106,7 @@ def test_visible_pairs_are_those_of_the_mask(sizes, left, right, chunk):
         mask &= j <= i + right
     if chunk:
         mask &= i // chunk == j // chunk
-    assert costing.visible_pairs(rows, keys, left, right, chunk) == int(mask.sum())
+    assert call_costs.visible_pairs(rows, keys, left, right, chunk) == int(mask.sum())
 
 
 # ---- models ----
@@ -221,7 +221,7 @@ def recorded() -> tuple[float, dict]:
 def test_ceilings_are_the_measured_ones():
     """A recording differs from the next by what the card's clock does; after a new one: python tests/test_costing.py"""
     product, expected = recorded()
-    limits, speeds = costing.ceilings("h200")
+    limits, speeds = call_costs.ceilings("h200")
     assert speeds.keys() == expected.keys() and limits.measured
     for key, rows in expected.items():
         assert speeds[key].keys() == rows.keys()
@@ -252,7 +252,7 @@ def test_renewing_the_ceilings_changes_figures_alone():
 def test_time_and_money():
     report = cost(llama(num_attention_heads=1, num_key_value_heads=1), contexts=(16384,), price_per_gpu_hour=3.6)
     kernel = report.contexts[0].with_kernel
-    limits, speeds = costing.ceilings("h200")
+    limits, speeds = call_costs.ceilings("h200")
     rates = speeds["64 causal"][16384]
     assert kernel.forward_milliseconds == pytest.approx(kernel.forward_flops / rates[0] / 1e9)
     assert kernel.backward_milliseconds == pytest.approx(kernel.backward_flops / rates[1] / 1e9)

@@ -581,9 +581,9 @@ def test_compiler_errors_are_shown(tmp_path):
         '#include "ptx_sm80.cuh"\nKERNEL(32, 1) broken(GRID_CONSTANT Params p) { nonsense(); }\n'
     )
     config = Config("broken", "bfloat16", 64, 64, 64, 64, 1)
-    with pytest.raises(emulator.BuildError, match=r"broken\.cu:2.*nonsense"):
+    with pytest.raises(emulator.EmulatorBuildError, match=r"broken\.cu:2.*nonsense"):
         emulator.load(config, folder=tmp_path)
-    with pytest.raises(emulator.BuildError, match=r"no kernel source nothing\.cu"):
+    with pytest.raises(emulator.EmulatorBuildError, match=r"no kernel source nothing\.cu"):
         emulator.load(Config("nothing", "bfloat16", 64, 64, 64, 64, 1))
 
 

@@ -308,7 +308,9 @@ def test_a_kernel_that_does_not_build_for_the_cpu_is_a_decline(monkeypatch):
 
     def load(config):
         attempts.append(config)
-        raise emulator.BuildError(compiler.Reason("compile_failed", "forward_sm80 does not compile for the CPU (g++)"))
+        raise emulator.EmulatorBuildError(
+            compiler.Reason("compile_failed", "forward_sm80 does not compile for the CPU (g++)")
+        )
 
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
     monkeypatch.setattr(execution, "_forwards", execution._Prepared())

@@ -12,7 +12,7 @@ import shrinking
 import torch
 
 import flashpatch
-from flashpatch import counting, inlined, model_verification, patcher, tagging
+from flashpatch import counting, enabling, inlined, model_verification, patcher, tagging
 from flashpatch.problem import DeclinedError
 
 # type -> (its fields, its attention modules). Together they have every class of inlined.MODULES.
@@ -129,7 +129,7 @@ def test_enable_reads_them_from_the_first_forward_on(name, enabled):
     report = patcher.report(model)
     assert [row.calls for row in report.rows] == [1] * TYPES[name][1]
     assert all(row.path in dict(model.named_modules()) for row in report.rows)
-    assert type(model).__name__ not in patcher.unreachable()
+    assert type(model).__name__ not in enabling.unreachable()
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])
@@ -158,10 +158,10 @@ def test_a_default_that_reaches_a_model_inside_was_asked_for_by_nobody(name, ena
         for given in (config, config, copy.deepcopy(config)):  # as it is, with what the first model put there, copied
             with torch.device("meta"):
                 cls(given)
-    assert patcher.honoured() == []
+    assert enabling.honoured() == []
     with torch.device("meta"):
         cls._from_config(config, attn_implementation="eager")
-    assert (cls.__name__, "eager") in patcher.honoured()
+    assert (cls.__name__, "eager") in enabling.honoured()
 
 
 def test_a_model_inside_is_read_also_where_it_is_called_by_itself(enabled):

@@ -34,17 +34,23 @@ LAYERS = [
     {"execution", "pair_launching"},
     {"operators", "known_calls"},
     {"ops", "pairs", "captures", "case_runs"},
+    {"call_masks", "attention_weights"},
     {"interface"},
     {"inlined", "module_reading"},
-    {"patcher", "module_stack"},
+    {"attention_modules", "module_stack"},
+    {"enabling"},
+    {"patcher"},
     {"model_runs", "call_reading"},
     {"model_comparisons"},
     {"difference_explanations"},
     {"registration", "models", "model_verification", "environment", "tracing"},
+    {"dummy_inputs"},
     {"dry_runs"},
     {"verification", "auditing", "benchmarking", "feature_peers"},
-    {"feature_costs", "roofline"},
-    {"evidence", "costing"},
+    {"feature_costs", "counted_work", "measured_ceilings"},
+    {"roofline"},
+    {"evidence", "call_costs"},
+    {"costing"},
     {"cli"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
@@ -52,12 +58,12 @@ RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 ONLY = {
     "cupy": {"kernel_launch", "compiler"},
     "cupy_backends": {"kernel_launch", "compiler"},
-    "transformers": {"interface", "patcher", "models"},
+    "transformers": {"interface", "attention_modules", "attention_weights", "models", "dummy_inputs"},
 }
 LAZY = {
     "cupy": {"kernel_launch", "compiler"},
     "cupy_backends": {"kernel_launch", "compiler"},
-    "transformers": {"interface", "patcher"},
+    "transformers": {"interface", "attention_modules", "attention_weights"},
 }
 
 

@@ -42,11 +42,13 @@ def test_every_type_is_equal_to_eager_or_says_why_not(model_type):
 
 def test_a_wrong_mask_is_seen(monkeypatch):
     """What the table would say of a seam that drops padding, and of one that drops the softcap."""
-    original = interface._mask
-    monkeypatch.setattr(interface, "_mask", lambda mask, *rest: (original(mask, *rest)[0]._replace(mask=None), None))
+    original = interface.mask_of_call
+    monkeypatch.setattr(
+        interface, "mask_of_call", lambda mask, *rest: (original(mask, *rest)[0]._replace(mask=None), None)
+    )
     checks = model_table.in_a_process("llama")["checks"]
     assert checks["plain"].startswith("equal") and checks["left"].startswith("differs")
-    monkeypatch.setattr(interface, "_mask", original)
+    monkeypatch.setattr(interface, "mask_of_call", original)
     whole = interface.attention_function
 
     def uncapped(*args, softcap=None, **kwargs):

@@ -18,7 +18,7 @@ import torch
 import transformers
 from tiny_models import BY_NAME, HARD_CODED, MODELS, ids, output
 
-from flashpatch import counting, interface, mask_functions, patcher, tagging, tracing
+from flashpatch import attention_modules, counting, enabling, interface, mask_functions, patcher, tagging, tracing
 from flashpatch.problem import DeclinedError
 
 TEXT = [tiny for tiny in MODELS if tiny.decoder]
@@ -273,7 +273,7 @@ def test_dropout_only_while_training():
 
 
 def state_of(model):
-    configs = {id(c): c._attn_implementation_internal for c in patcher.configs_of(model)}
+    configs = {id(c): c._attn_implementation_internal for c in attention_modules.configs_of(model)}
     return configs, {path: sorted(vars(module)) for path, module in model.named_modules()}
 
 
@@ -536,14 +536,14 @@ def test_enable_takes_defaults_and_honours_names(enabled):
     named = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager")
     assert default.config._attn_implementation == "fpatch"
     assert named.config._attn_implementation == "eager"
-    assert ("LlamaForCausalLM", "eager") in patcher.honoured()
+    assert ("LlamaForCausalLM", "eager") in enabling.honoured()
     hard_coded = BY_NAME["openai_gpt"].build()
     assert hard_coded.config._attn_implementation == "eager"
-    patcher.enable(override=True)
+    enabling.enable(override=True)
     assert transformers.LlamaForCausalLM._from_config(
         copy.deepcopy(config), attn_implementation="sdpa"
     ).config._attn_implementation == "fpatch"  # fmt: skip
-    patcher.disable()
+    enabling.disable()
     assert BY_NAME["llama"].build().config._attn_implementation == "sdpa"
 
 
@@ -557,8 +557,8 @@ def test_models_that_enable_took_are_reported_by_path(enabled):
 
 def test_disable_restores_transformers_itself():
     method = transformers.PreTrainedModel._check_and_adjust_attn_implementation
-    patcher.enable()
-    patcher.disable()
+    enabling.enable()
+    enabling.disable()
     assert transformers.PreTrainedModel._check_and_adjust_attn_implementation is method
 
 

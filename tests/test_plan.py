@@ -443,7 +443,7 @@ def test_errors_cross_processes():
     for error, fields in (
         (DeclinedError(decline), {"decline": decline}),
         (compiler.CompileError(reason, "line 3"), {"reason": reason, "log": "line 3"}),
-        (emulator.BuildError(reason), {"reason": reason}),
+        (emulator.EmulatorBuildError(reason), {"reason": reason}),
         (emulator.EmulationError(*place), {"block": 1, "what": "out of bounds"}),
     ):
         found = pickle.loads(pickle.dumps(error))

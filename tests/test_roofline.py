@@ -18,9 +18,10 @@ from click.testing import CliRunner
 from flashpatch.cli import charts
 from flashpatch.cli import roofline as printing
 
-from flashpatch import cli, roofline
+from flashpatch import cli, counted_work, measured_ceilings, roofline
 from flashpatch.benchmarking import Shape
-from flashpatch.roofline import Ceilings, Experiment, Point, RooflineReport
+from flashpatch.measured_ceilings import Ceilings
+from flashpatch.roofline import Experiment, Point, RooflineReport
 
 CPU = torch.device("cpu")
 SHAPE = Shape(1, 64, 2, 2, 16, False)
@@ -42,12 +43,12 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("variant", ["eager", "sdpa_math"])
 def test_a_dense_call_is_counted_operator_by_operator(variant):
     run = roofline._runner(variant, SHAPE, "forward", torch.float32, CPU)
-    flops, moved = roofline.count(run, SHAPE, "forward", 4)
+    flops, moved = counted_work.count(run, SHAPE, "forward", 4)
     matrix = 4 * 2 * 64 * 64
     assert flops == SHAPE.flops("forward")
     # the scores are written, read and scaled, written by the softmax, read by the second product
-    assert moved >= 4 * matrix + roofline.compulsory(SHAPE, "forward", 4) - 4 * 64 * 2
-    flops, moved = roofline.count(
+    assert moved >= 4 * matrix + counted_work.compulsory(SHAPE, "forward", 4) - 4 * 64 * 2
+    flops, moved = counted_work.count(
         roofline._runner(variant, SHAPE, "backward", torch.float32, CPU), SHAPE, "backward", 4
     )
     assert (
@@ -57,16 +58,16 @@ def test_a_dense_call_is_counted_operator_by_operator(variant):
 
 def test_a_fused_call_moves_its_inputs_and_outputs_once():
     run = roofline._runner("sdpa_flash", SHAPE, "forward", torch.float32, CPU)
-    flops, moved = roofline.count(run, SHAPE, "forward", 4)
+    flops, moved = counted_work.count(run, SHAPE, "forward", 4)
     assert flops == SHAPE.flops("forward")
-    assert moved == roofline.compulsory(SHAPE, "forward", 4) == 4 * 4 * 64 * 2 * 16 + 4 * 64 * 2
+    assert moved == counted_work.compulsory(SHAPE, "forward", 4) == 4 * 4 * 64 * 2 * 16 + 4 * 64 * 2
 
 
 def test_causal_is_half_the_work_of_a_fused_call_and_all_of_a_dense_one():
     causal = dataclasses.replace(SHAPE, causal=True)
     for variant, share in (("sdpa_flash", 0.5), ("eager", 1.0)):
         run = roofline._runner(variant, causal, "forward", torch.float32, CPU)
-        assert roofline.count(run, causal, "forward", 4)[0] == share * SHAPE.flops("forward")
+        assert counted_work.count(run, causal, "forward", 4)[0] == share * SHAPE.flops("forward")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_the_experiment_recovers_what_time_follows(monkeypatch, variant, to_flop
     def measured(variant, shape, direction, dtype, device, ceilings, samples=3):
         point = Point(shape, direction, variant)
         run = roofline._runner(variant, shape, direction, dtype, device)
-        point.flops, point.bytes = roofline.count(run, shape, direction, 4)
+        point.flops, point.bytes = counted_work.count(run, shape, direction, 4)
         point.milliseconds = 1e-3 * point.flops**to_flops * point.bytes**to_bytes
         roofline.judge(point, ceilings)
         return point
@@ -137,7 +138,7 @@ def test_flex_is_compiled_for_every_call_anew_and_computes_the_same(monkeypatch)
 
 
 def test_ceilings_of_this_machine():
-    ceilings = roofline.measure_ceilings(CPU, torch.float32, small=True)
+    ceilings = measured_ceilings.measure_ceilings(CPU, torch.float32, small=True)
     assert 1e-4 < ceilings.tflops < 100 and 0.1 < ceilings.copy_gbs < 5000 and 0.1 < ceilings.read_gbs < 5000
     assert ceilings.gbs == max(ceilings.copy_gbs, ceilings.read_gbs)
 
