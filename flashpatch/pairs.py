@@ -164,14 +164,17 @@ def _scores_of(x, y, bias, indices, cost: str, scale: float) -> torch.Tensor:
 class _LogSumExp(torch.autograd.Function):
     """Saves the inputs and the result; the backward computes the scores again."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, y, bias, cost, scale, strict):
-        kernel = REDUCTIONS["logsumexp"]
-        values, _ = torch.ops.flashpatch.pairwise(x, y, bias, cost, kernel, 1, scale, strict)
-        logsumexp = values[..., 0]
-        ctx.save_for_backward(x, y, bias, logsumexp)
-        ctx.call = cost, scale, strict
-        return logsumexp
+    def forward(x, y, bias, cost, scale, strict):
+        values, _ = torch.ops.flashpatch.pairwise(x, y, bias, cost, REDUCTIONS["logsumexp"], 1, scale, strict)
+        return values[..., 0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, y, bias, *ctx.call = inputs
+        ctx.save_for_backward(x, y, bias, output)
 
     @staticmethod
     def backward(ctx, grad):
@@ -189,9 +192,15 @@ class _LogSumExp(torch.autograd.Function):
 class _OnceDifferentiable(torch.autograd.Function):
     """The gradients as they are, tied to what they depend on: differentiating them raises instead of giving 0."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, *gradients_and_inputs):
+    def forward(*gradients_and_inputs):
         return gradients_and_inputs[:3]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, *_):

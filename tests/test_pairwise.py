@@ -257,6 +257,26 @@ def test_second_derivatives_are_refused():
         (first.square().sum() + x.sum()).backward()
 
 
+@pytest.mark.filterwarnings("ignore:flashpatch")
+def test_function_transforms():
+    x, y = torch.randn(3, 5, 4), torch.randn(3, 7, 4)
+
+    def own(x, y):
+        return flashpatch.pairwise(x, y, cost="sqeuclidean", reduce="logsumexp", on_decline="fallback").sum()
+
+    def defined(x, y):
+        return (x[..., :, None, :] - y[..., None, :, :]).square().sum(-1).logsumexp(-1).sum()
+
+    for transform in (
+        lambda f: torch.func.grad(f, (0, 1)),
+        torch.vmap,
+        lambda f: torch.vmap(torch.func.grad(f, (0, 1))),
+    ):
+        torch.testing.assert_close(transform(own)(x, y), transform(defined)(x, y))
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(lambda x: own(x, y), (x,), (x,))
+
+
 def test_compiles_into_one_graph():
     x, y = points(6, 3), points(9, 3, seed=1)
 
