@@ -15,11 +15,11 @@ import importlib.metadata
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
+from . import disk_cache
 from .kernel_constants import constants
 from .problem import BuildFailure, Config, Device, Reason
 from .support_matrix import find
@@ -138,7 +138,7 @@ def _make_cupy_importable() -> None:
     if "CUPY_CACHE_DIR" not in os.environ:
         home = Path.home() / ".cupy"
         if not os.access(home if home.exists() else home.parent, os.W_OK):
-            os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="flashpatch-cupy-")
+            os.environ["CUPY_CACHE_DIR"] = str(disk_cache.temporary_folder() / "cupy")
 
 
 def cupy_packages() -> dict[str, str]:
@@ -278,56 +278,6 @@ def compile_cubin(config: Config, arch: str) -> tuple[bytes, str]:
         nvrtc.destroyProgram(program)
 
 
-# ---- the cache on disk ----
-
-
-@functools.cache
-def cache_dir() -> Path | None:
-    """A folder only this user can read, or None where there is none (then cubins stay in memory)."""
-    configured = os.environ.get("FLASHPATCH_CACHE_DIR")
-    if configured:
-        folder = Path(configured).absolute()
-    elif sys.platform == "win32":
-        folder = Path(os.environ.get("LOCALAPPDATA", Path.home())) / "flashpatch"
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashpatch"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-            return None  # somebody else's folder: what it holds must not be executed
-        folder.chmod(0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return None
-
-
-def cached(file_name: str, make) -> bytes:
-    """The bytes of a cache entry, made by `make()` and stored if it is missing or damaged.
-
-    An entry is a SHA-256 of the content followed by the content, written to a temporary file and renamed, so that
-    readers never see half of one. A full or read-only disk costs the caching, not the result.
-    """
-    folder = cache_dir()
-    path = folder / file_name if folder else None
-    if path is not None:
-        try:
-            entry = path.read_bytes()
-            if entry[:32] == hashlib.sha256(entry[32:]).digest():
-                return entry[32:]
-        except OSError:
-            pass
-    content = make()
-    if path is not None:
-        try:
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                file.write(hashlib.sha256(content).digest() + content)
-            os.replace(file.name, path)
-        except OSError:
-            Path(file.name).unlink(missing_ok=True) if "file" in locals() else None
-    return content
-
-
 # ---- on a GPU ----
 
 
@@ -411,7 +361,7 @@ def _load(config: Config, device: Device) -> Kernel | CompileError:
         target = arch(config, device)
         started = time.perf_counter()
         file_name = f"{name(config)}-{target}-nvrtc{version[0]}.{version[1]}-{digest(config)}.cubin"
-        cubin = cached(file_name, lambda: compile_cubin(config, target)[0])
+        cubin = disk_cache.content(disk_cache.folder(), file_name, lambda: compile_cubin(config, target)[0])
         compile_seconds += time.perf_counter() - started
         with torch.cuda.device(device.index):
             return Kernel(cubin, config, device)

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from . import disk_cache
 from .kernel_constants import constants
 from .problem import BuildFailure, Config, Reason
 from .support_matrix import find
@@ -151,49 +152,17 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-# ---- building, with a cache on disk ----
+# ---- building ----
 
 
-def _cache_folder() -> Path:
-    """A folder that only this user can read or write; a temporary one where there is none."""
-    base = os.environ.get("FLASHPATCH_CACHE_DIR")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashpatch"
-    folder = (Path(base).absolute() if base else home) / "emulator"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return _temporary_folder()
+def _kept(name: str, build: Callable[[str], Path]) -> Path:
+    """The file of that name in the cache, made by `build(folder)` if it is missing or damaged."""
 
+    def made() -> bytes:
+        with tempfile.TemporaryDirectory(prefix="flashpatch-build-") as folder:
+            return build(folder).read_bytes()
 
-@functools.lru_cache(maxsize=1)
-def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="flashpatch-emulator-"))
-
-
-def _intact(path: Path) -> bool:
-    """Whether an entry is whole: its last 32 bytes are the SHA-256 of the rest (loaders ignore what follows an ELF)."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-
-def _cached(name: str, build: Callable[[str], Path]) -> Path:
-    """The cache entry of that name, made by `build(folder)` if it is missing or damaged."""
-    path = _cache_folder() / name
-    if _intact(path):
-        return path
-    with tempfile.TemporaryDirectory(prefix="flashpatch-build-") as folder:
-        content = build(folder).read_bytes()
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content + hashlib.sha256(content).digest())
-    os.replace(file.name, path)
-    return path
+    return disk_cache.file(disk_cache.folder("emulator"), name, made)
 
 
 def _build_machine(texts: dict[str, str], compiler: tuple[str, ...]) -> Path:
@@ -210,7 +179,7 @@ def _build_machine(texts: dict[str, str], compiler: tuple[str, ...]) -> Path:
         return Path(folder, "machine.o")
 
     with _building_the_machine:
-        return _cached(f"machine-{_digest(_signature(compiler), sources)}.o", made)
+        return _kept(f"machine-{_digest(_signature(compiler), sources)}.o", made)
 
 
 def build(config: Config, patch: Patch | None = None, folder: Path | None = None) -> Path:
@@ -237,4 +206,4 @@ def build(config: Config, patch: Patch | None = None, folder: Path | None = None
         _run(command, f"{config.kernel} ({config})", folder)
         return Path(folder, "kernel.so")
 
-    return _cached(f"{config.kernel}-{_digest(_signature(compiler), machine.name, unit, headers)}.so", made)
+    return _kept(f"{config.kernel}-{_digest(_signature(compiler), machine.name, unit, headers)}.so", made)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import torch
 
-from . import compiler, emulator, emulator_builds, execution, planning
+from . import compiler, disk_cache, emulator, emulator_builds, execution, planning
 from .problem import Device, Reason
 
 
@@ -53,9 +53,9 @@ def environment() -> Environment:
     broken = compiler.available()
     nvrtc = None if broken else ".".join(map(str, compiler.nvrtc_version()))
     faults += [*_packages(broken, bool(devices)), *_toolkit(devices, broken), *_emulator(), *_switches(devices)]
-    if (cache := compiler.cache_dir()) is None:
-        text = "compiled kernels cannot be kept: the cache folder is not writable, or belongs to somebody else"
-        faults.append(Fault("no_cache", text, "export FLASHPATCH_CACHE_DIR=/a/folder/of/yours"))
+    if (cache := disk_cache.folder()) is None:
+        text = f"compiled kernels cannot be kept: {disk_cache.fault()}"
+        faults.append(Fault("no_cache", text, f"export {disk_cache.VARIABLE}=/a/folder/of/yours"))
     return Environment(
         flashpatch=version_of("flashpatch") or "not installed",
         python=platform.python_version(),

@@ -608,15 +608,16 @@ emulator.load(Config("faults", "bfloat16", 64, 64, 64, 64, 4), folder=Path(sys.a
 
 def test_cache_is_private_and_survives_damage(folder, tmp_path):
     """A damaged entry is rebuilt, an intact one is not; nobody else can put anything there."""
-    environment = {**os.environ, "FLASHPATCH_CACHE_DIR": str(tmp_path)}
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "FLASHPATCH_CACHE_DIR": str(cache)}
 
     def load():
         subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], env=environment, cwd=ROOT, check=True)
-        (entry,) = (tmp_path / "emulator").glob("faults-*.so")
+        (entry,) = (cache / "emulator").glob("faults-*.so")
         return entry, entry.stat().st_mtime_ns
 
     entry, built = load()
-    assert (tmp_path / "emulator").stat().st_mode & 0o077 == 0
+    assert (cache / "emulator").stat().st_mode & 0o077 == 0
     assert load() == (entry, built)
     content = entry.read_bytes()
     entry.write_bytes(content[: len(content) // 2])

@@ -85,7 +85,7 @@ def machine(monkeypatch, tmp_path):
             return real(name, *arguments, **keywords)
 
         monkeypatch.setattr(builtins, "__import__", refuse)
-        monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path)
+        monkeypatch.setenv("FLASHPATCH_CACHE_DIR", str(tmp_path))
         monkeypatch.setattr(compiler, "_kernels", {})
         for cached in (compiler._nvrtc, compiler.incomplete):
             cached.cache_clear()

@@ -24,6 +24,7 @@ LAYERS = [
     {"support_matrix"},
     {"planning"},
     {"kernel_constants"},
+    {"disk_cache"},
     {"emulator_builds"},
     {"compiler", "emulator", "cases", "pair_planning", "support_table"},
     {"tensor_maps", "tile_counts", "kernel_sets"},
