@@ -14,11 +14,11 @@ DEVICE int missing_rows(const Sequence& s) {
 }
 
 // Heads that are worked on together: as many as keep K and V in this much of the 50 MB of L2 (8192 tokens, causal, head dim
-// 256: 779 TFLOP/s, with all heads at once 754).
-constexpr i64 kL2Bytes = 32 << 20;
-// Short sequences: two tiles a CTA. With more heads a section begins with tiles that all wait for memory, and ends with tiles that find
-// K and V in L2 (512 tokens, causal, head dim 128: 340 TFLOP/s, as many as fit 318; at 2048 no faster, at 8192 1% slower).
-constexpr int kShortKeys = 1024;
+// 256: 779 TFLOP/s, with all heads at once 754; 8 bits, 2048 tokens: 866, with twice as many 852).
+constexpr i64 kL2Bytes = (kIsE4m3 && kHeadDim > 128 ? 16 : 32) << 20;
+// Short sequences: a tile or two a CTA. With more heads a section begins with tiles that all wait for memory, and ends with tiles that
+// find K and V in L2 (512 tokens, causal, head dim 128: 340 TFLOP/s, as many as fit 318; head dim 256: one 383, two 334).
+constexpr int kShortKeys = 1024, kShortTiles = kHeadDim > 128 ? 1 : 2;
 
 // The next tile is claimed, and its Q asked for, when this many blocks of a tile are still to be loaded: Q comes from memory, and
 // consumers that are done with a tile have nothing else to do (one or three instead: within 2%). Claimed when its predecessor
@@ -30,7 +30,7 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const Params& p = params.common;
   const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
   const u32 tiles = (u32)p.m_blocks * rows;
-  const u32 together = p.seqlen_k <= kShortKeys && !p.cu_seqlens_q ? 2 * grid_size() : tiles;  // tiles of a section, at most
+  const u32 together = p.seqlen_k <= kShortKeys && !p.cu_seqlens_q ? kShortTiles * grid_size() : tiles;  // tiles of a section, at most
   u32 index = block_index();
   const auto take_tile = [&] {
     return (u32)uniform(lane_index() == 0 ? (int)(atomic_add_global(params.tile_counters, 1) + grid_size()) : 0);
@@ -111,22 +111,21 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
     const u32 slot = smem.work(tile % 2);
     const Span blocks = uniform(ld_shared<Work>(slot).blocks);
     const Source keys = source_of_keys(slot);
-    int n = blocks.end - 1;
-    if (n >= blocks.begin) load_k(keys, n);
+    int n = blocks.begin;
+    if (n < blocks.end) load_k(keys, n);
     // The rest of Q waits for the last scores of the tile before, or for its O to be stored.
 #pragma unroll
     for (int consumer = kQStages - kConsumers; consumer < kConsumers; ++consumer) load_q(source_of_queries(slot), consumer);
-    const int claimed_at = larger(smaller(blocks.begin + kClaimedAhead, n) - 1, blocks.begin);
-    for (; n > claimed_at; --n) {
-      load_k(keys, n - 1);
-      load_v(slot, keys, n);
-    }
+    const auto load_until = [&](int end) {
+      for (; n < end; ++n) {
+        if (n + 1 < blocks.end) load_k(keys, n + 1);
+        load_v(slot, keys, n);
+      }
+    };
+    load_until(larger(blocks.end - kClaimedAhead, smaller(blocks.begin + 1, blocks.end - 1)));
     index = take_tile();
     claim();
-    for (; n >= blocks.begin; --n) {
-      if (n > blocks.begin) load_k(keys, n - 1);
-      load_v(slot, keys, n);
-    }
+    load_until(blocks.end);
   }
 
   // The last CTA to get here leaves the counters as it found them.

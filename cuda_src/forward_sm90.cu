@@ -2,17 +2,18 @@
 //
 // Warpgroup 0 produces: one of its warps takes tiles (kBlockM query rows of a head) from a counter and loads Q, K and V
 // by TMA (forward_producer_sm90.cuh). Every other warpgroup consumes: it owns 64 of the rows. Over the key blocks n of a
-// tile, last one first, it issues
-//     S_n = Q K_n^T   and   O += P_{n+1} V_{n+1}
+// tile, first one first, it issues
+//     S_n = Q K_n^T   and   O += P_{n-1} V_{n-1}
 // together, and does the softmax of S_n while the products of the other warpgroups keep the tensor cores busy. Warpgroups
 // issue in turns. A wgmma holds up its own warps until it has nearly run (measured: four of 64 clocks take 275 to issue), so
 // a warpgroup's own product hides little of its softmax: three of 64 rows beat two with longer blocks of keys. P V in pieces
-// under the exponentials of one warpgroup, tried instead: 5 to 10% slower; the first block of keys first: causal head dim 256
-// 1% faster, 64 2% slower.
+// under the exponentials of one warpgroup, tried instead: 5 to 10% slower.
 //
 // A tile's ends, where warpgroups work at the same things, are short: the producer says which keys each sees, the row sums are finished
-// under the last product, and where Q of two tiles fits, that of the next is there before it begins and the copy engine stores O. The
-// last product of a tile and the first scores of the next issued together, tried instead: up to 5% slower, nowhere faster.
+// under the last product, and where Q of two tiles fits, that of the next is there before it begins and the copy engine stores O. Where
+// causal rows see the fewer keys the earlier they are, a warpgroup is done before the next one, and stores O while that one goes on; last
+// block first, all of them would be done at once (head dim 128, 2048 tokens: 609 TFLOP/s, first block first 621). The last product
+// of a tile and the first scores of the next issued together, tried instead: up to 5% slower, nowhere faster.
 //
 // In 8 bits V comes transposed, in records that a kernel beforehand wrote (values_sm90.cuh); factors of q, k and v per key head go
 // into the scale of the scores and of O, which is stored in bf16.
@@ -31,7 +32,7 @@
 // 14% slower; exponentials in S while P V runs are 4 to 7% faster with two consumers at head dims 128 and 192, not with three
 // consumers, causal or at 256.
 constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores && !kIsE4m3;
-constexpr int kUnsettledBlocks = 3;  // after the first of the tile, which a warpgroup may not see
+constexpr int kUnsettledBlocks = 3;  // after the first; two: up to 1% slower, four: no faster
 
 // This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
 DEVICE int row_of_thread() { return (warp_index() & 3) * 16 + (lane_index() >> 2); }
@@ -61,8 +62,12 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     release(ring.empty());
     ring.advance();
   };
-  const auto take_turn = [&] { barrier_sync(kTurn + consumer, 256); };
-  const auto pass_turn = [&] { barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256); };
+  const auto take_turn = [&] {
+    if (kTakesTurns) barrier_sync(kTurn + consumer, 256);
+  };
+  const auto pass_turn = [&] {
+    if (kTakesTurns) barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256);
+  };
   float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
@@ -73,6 +78,11 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const Operand q{q_operand + rings.q.stage() * (kQStageBytes >> 4)};
     if constexpr (kIsE4m3 && !kTransformsScores)
       scale_log2 = score_scale(p, ld_shared<Work>(slot).sequence.batch, ld_shared<Work>(slot).head) * kLog2e;
+
+    if (kStagesOut && rings.work.position > 0 && elect()) {  // O of the tile before has made room for another Q
+      bulk_wait_read<0>();
+      mbarrier_arrive(rings.q.empty(kConsumers));
+    }
 
     float o_frag[kOutputs];   // O, [64, kHeadDimV] a warpgroup
     u32 p_frag[kScores / kInRegister];  // P of the block before, the A operand of P V
@@ -121,7 +131,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       softmax.exponentiate(p_frag, s_frag, scale_log2);
       pin(p_frag);  // written before the next product's fence
     };
-    // S_n = Q K_n^T, O += P V of block n + 1, P = softmax of S_n.
+    // S_n = Q K_n^T, O += P V of block n - 1, P = softmax of S_n.
     const auto step = [&](int n, bool masked, bool speculative) {
       float s_frag[kScores], factor[2];
       if (!speculative) softmax.set_limit();  // not between the turn and the products
@@ -145,26 +155,31 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       else softmax.exponentiate(p_frag, s_frag, scale_log2);
       pin(p_frag);
     };
-    // A block only other warpgroups see.
-    const auto skip = [&] {
-      take_turn();
-      pass_turn();
-      rings.k.wait_full();
+    // V of block n, without what lies behind the last key.
+    const auto wait_values = [&](int n) {
       rings.v.wait_full();
-      release_next(rings.k);
-      release_next(rings.v);
+      if (kIsE4m3 || !(p.cu_seqlens_k || p.seqused_k)) return;
+      const Work work = ld_shared<Work>(slot);
+      const int keys = work.sequence.k_length - n * kBlockN;
+      if (n == work.blocks.end - 1 && keys < kBlockN) clear_tail(smem.v(rings.v.stage()), keys);
     };
 
     const Span blocks = uniform(ld_shared<Work>(slot).blocks);
     const OwnKeys keys = ld_shared<OwnKeys>(smem.own(rings.work.stage(), consumer));
     const Span own = uniform(keys.blocks), unmasked = uniform(keys.unmasked);
-    int n = blocks.end - 1;
-    const int tail = ld_shared<Work>(slot).sequence.k_length - n * kBlockN;  // keys of the last block
-    if (!kIsE4m3 && (p.cu_seqlens_k || p.seqused_k) && n >= blocks.begin && tail < kBlockN) {
-      rings.v.wait_full();
-      clear_tail(smem.v(rings.v.stage()), tail);
-    }
-    for (; n >= own.end && n >= blocks.begin; --n) skip();
+    // A block only other warpgroups see. The turn of the first one behind our own went to the last product.
+    const auto skip = [&](int n) {
+      if (n != own.end || own.begin == own.end) {
+        take_turn();
+        pass_turn();
+      }
+      rings.k.wait_full();
+      wait_values(n);
+      release_next(rings.k);
+      release_next(rings.v);
+    };
+    int n = blocks.begin;
+    for (; n < own.begin && n < blocks.end; ++n) skip(n);
     rings.q.wait_full();
 
     float factor[2], logsumexp[2];
@@ -186,19 +201,19 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     if (own.begin < own.end) {
       const auto needs_mask = [&](int n) { return n * kBlockN < unmasked.begin || (n + 1) * kBlockN > unmasked.end; };
       begin(n, needs_mask(n));
-      for (--n; n >= own.begin;) {
-        const bool masked = kHasWindow && needs_mask(n);
-        if (masked || (kSpeculates && n >= uniform(ld_shared<Work>(slot).blocks.end) - 1 - kUnsettledBlocks)) {
-          step(n--, masked, false);
-        } else {  // a loop of its own, without a test a block
-          const int end = kHasWindow ? larger(own.begin, ceil_div(unmasked.begin, kBlockN)) : own.begin;
-          for (; n >= end; --n) step(n, false, kSpeculates);
-        }
+      const auto unsettled = [&](int n) { return kSpeculates && n <= own.begin + kUnsettledBlocks; };
+      for (++n; n < own.end;) {
+        for (; n < own.end && (unsettled(n) || needs_mask(n)); ++n) step(n, needs_mask(n), false);
+        for (const int end = smaller(own.end, unmasked.end / kBlockN); n < end; ++n) step(n, false, kSpeculates);
+        for (; kHasWindow && kSpeculates && n < own.end; ++n) step(n, true, true);  // else masked as the first blocks are
       }
       // O += P V of the last block; meanwhile what does not need O.
-      rings.v.wait_full();
+      wait_values(n - 1);
+      const bool others_go_on = n < uniform(ld_shared<Work>(slot).blocks.end);
+      if (others_go_on) take_turn();
       wgmma_fence();
       issue_output();
+      if (others_go_on) pass_turn();
       finish_rows();
       wgmma_wait<0>();
       pin(o_frag);
@@ -206,7 +221,6 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     } else {
       finish_rows();
     }
-    for (; n >= blocks.begin; --n) skip();
 
     scale_rows(o_frag, factor);
     bool finite[2] = {true, true};
@@ -222,11 +236,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       stage_accumulators(out_smem, warp_row, o_frag);
       fence_proxy_async();  // ordinary stores before the copy engine's reads
       sync_warp();          // of all lanes
-      if (elect()) {
-        if (first_row >= 0) store_rows(out_smem, warp_row, &params.out, origin, first_row + warp_row, head);
-        bulk_wait_read<0>();
-        mbarrier_arrive(rings.q.empty());
-      }
+      if (first_row >= 0 && elect()) store_rows(out_smem, warp_row, &params.out, origin, first_row + warp_row, head);
     } else {
       if (first_row >= 0) store_accumulators(out_of(p, s, head), i_first, s.q_length, p.head_dim_v, o_frag);
     }
@@ -235,8 +245,10 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       sync_warp();  // write after write: rows stored above are stored once more
       recompute_rows(p, s, head, i_first, logsumexp, finite);
     }
+    for (const int end = uniform(ld_shared<Work>(slot).blocks.end); n < end; ++n) skip(n);
     mbarrier_arrive(rings.work.empty());  // every thread has read it itself
   }
+  if (kStagesOut) bulk_wait_read<0>();  // shared memory is the copy engine's until then
 }
 
 KERNEL(kThreads, 1) attention_forward_sm90(GRID_CONSTANT ParamsSm90 params) {

@@ -87,7 +87,7 @@ template <int kStages> struct Ring {
   DEVICE u32 stage() const { return position % kStages; }
   DEVICE u32 parity() const { return position / kStages & 1; }  // of this round through the stages
   DEVICE u32 full() const { return base + stage() * 8; }
-  DEVICE u32 empty() const { return base + (kStages + stage()) * 8; }
+  DEVICE u32 empty(int back = 0) const { return base + (kStages + (position - back) % kStages) * 8; }  // of so many stages back
   DEVICE void init(int producers, int consumers) const {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {

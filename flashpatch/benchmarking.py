@@ -9,6 +9,7 @@ keys it shows.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.util
 import random
 import statistics
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from . import compiler
 from .call import out_dtype
 from .ops import attention
 
@@ -97,6 +99,9 @@ class BenchReport:
 
     gpu: Annotated[str, "the GPU's name"]
     dtype: Annotated[str, "of q, k and v"]
+    torch: Annotated[str, "torch's version"]
+    date: Annotated[str, "of the run, UTC"]
+    kernels: Annotated[str, "digest of the sources of flashpatch's kernels"]
     ceiling_tflops: Annotated[float, "TFLOP/s of a product of random 8192 x 8192 matrices, median over the run"] = 0.0
     timings: Annotated[list[Timing], "every variant at every shape"] = field(default_factory=list)
     accuracies: Annotated[list[Accuracy], "every variant that ran, and eager, at every head dim"] = field(
@@ -105,6 +110,12 @@ class BenchReport:
     host_microseconds: Annotated[dict[str, float], "host time of one forward call on a tiny problem"] = field(
         default_factory=dict
     )
+
+
+def origin() -> tuple[str, str, str]:
+    """What figures are of: torch's version, the date, and the digest of the kernels' sources."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return torch.__version__, today, compiler.sources_digest()
 
 
 def standard_shapes(head_dims=(64, 128), seqlens=(512, 2048, 8192, 16384), tokens=16384, width=2048) -> list[Shape]:
@@ -139,7 +150,7 @@ def bench(
     """
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs an NVIDIA GPU; torch sees none")
-    report = BenchReport(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))
+    report = BenchReport(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."), *origin())
     ceilings = []
     for number, shape in enumerate(shapes):
         ceilings.append(_ceiling(dtype, device))

@@ -68,6 +68,13 @@ def digest(config: Config) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def sources_digest() -> str:
+    """What figures of all kernels are figures of: every kernel file and header, comments and blank lines left out."""
+    texts = (f"\n@{name}\n{_significant(text)}" for name, text in sorted(headers().items()))
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+
+
 def _reachable(text: str) -> dict[str, str]:
     """The headers a source includes, directly or through others."""
     found: dict[str, str] = {}

@@ -45,6 +45,9 @@ class CostReport:
     batch: Annotated[int, "rows of the batch"]
     seqlen: Annotated[int, "queries and keys of a row"]
     width: Annotated[int, "heads times head_dim"]
+    torch: Annotated[str, "torch's version"]
+    date: Annotated[str, "of the run, UTC"]
+    kernels: Annotated[str, "digest of the sources of flashpatch's kernels"]
     costs: Annotated[list[Cost], "every kernel with every feature"] = field(default_factory=list)
 
 
@@ -203,7 +206,7 @@ def measure(
     if not torch.cuda.is_available():
         raise RuntimeError("costs are timed on an NVIDIA GPU; torch sees none")
     name = str(dtype).removeprefix("torch.")
-    report = CostReport(torch.cuda.get_device_name(device), name, batch, seqlen, width)
+    report = CostReport(torch.cuda.get_device_name(device), name, batch, seqlen, width, *benchmarking.origin())
     for number, head_dim in enumerate(head_dims):
         report.costs += _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds, device)
         advance(number + 1, len(head_dims))

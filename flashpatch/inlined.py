@@ -29,6 +29,9 @@ class Where(NamedTuple):
 
     product: int = 0  # which of its batched products is that of q and k
     masks: bool = False  # its model's masks may be MaskSpecs: they are built by transformers' masking functions
+    unless: str = (
+        ""  # a field of the configuration with which they may not: the model adds to them, by its implementation's name
+    )
 
 
 # "package.Class" under transformers.models -> where. Every row is compared with eager in tests/test_inlined.py.
@@ -39,7 +42,7 @@ MODULES = {
     "codegen.CodeGenAttention": Where(masks=True),
     "deberta.DisentangledSelfAttention": Where(),
     "deberta_v2.DisentangledSelfAttention": Where(),
-    "falcon.FalconAttention": Where(masks=True),
+    "falcon.FalconAttention": Where(masks=True, unless="alibi"),
     "gpt_neo.GPTNeoSelfAttention": Where(masks=True),
     "gpt_neox_japanese.GPTNeoXJapaneseAttention": Where(masks=True),
     "gptj.GPTJAttention": Where(masks=True),
@@ -177,8 +180,9 @@ class Reading(TorchFunctionMode):
 
     def _whole(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         """A call of torch's own attention, as transformers' sdpa makes it."""
-        plain = query.dim() == 4 and (dropout_p == 0.0 or self.module.training)
-        if not plain or (query.shape[1] != key.shape[1] and not enable_gqa):
+        plain = query.dim() == 4 and query.shape[0] == key.shape[0] and (dropout_p == 0.0 or self.module.training)
+        grouped = enable_gqa or key.shape[1] == value.shape[1] == 1  # one head is broadcast to all
+        if not plain or (query.shape[1] != key.shape[1] and not grouped):
             return torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -299,6 +303,5 @@ def _weights_wanted(module, args, kwargs) -> bool:
 
 def masks_by_name(model) -> bool:
     """Whether all attention a model reads its masks into takes MaskSpecs, so that its masks may be built by our name."""
-    rows = [where(type(module)) for module in model.modules()]
-    rows = [row for row in rows if row is not None]
-    return bool(rows) and all(row.masks for row in rows)
+    rows = [row for module in model.modules() if (row := where(type(module))) is not None]
+    return bool(rows) and all(row.masks and not (row.unless and getattr(model.config, row.unless)) for row in rows)

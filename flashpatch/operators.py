@@ -154,6 +154,7 @@ class Attention(torch.autograd.Function):
             out, logsumexp = execution.forward(q, k, v, call, layer, strict)
         ctx.save_for_backward(q, k, v, out, logsumexp, bias, sinks)
         ctx.how = (call, layer, strict, traced)
+        ctx.versions = {} if call.is_plain() else versions_of(call)
         ctx.set_materialize_grads(False)
         return (out, logsumexp) if statistics else out
 
@@ -170,6 +171,12 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def gradients(ctx, dout, dlogsumexp, q, k, v, out, logsumexp, bias, sinks):
         call, layer, strict, traced = ctx.how
+        if ctx.versions and (now := versions_of(call)) != ctx.versions:
+            changed = " and ".join(name for name in now if now[name] != ctx.versions.get(name))
+            raise RuntimeError(
+                f"{changed} of flashpatch attention changed in place between the forward and its backward, which reads it "
+                "again; give each forward a tensor of its own (clone it)"
+            )
         if dout is None:
             dout = torch.zeros_like(out)
         inputs = (dout, dlogsumexp, q, k, v, out, logsumexp)
@@ -185,6 +192,12 @@ class Attention(torch.autograd.Function):
 
 # What torch's Function.apply comes down to where no function transform is active (`modes.is_eager`): 2 us less.
 with_gradients = super(torch.autograd.Function, Attention).apply
+
+
+def versions_of(call: Call) -> dict[str, int]:
+    """How often the tensors beside q, k and v have been changed in place; those of inference mode do not know."""
+    given = ((name, getattr(call, name)) for name in TENSORS)
+    return {name: tensor._version for name, tensor in given if tensor is not None and not tensor.is_inference()}
 
 
 NO_SECOND_DERIVATIVE = (

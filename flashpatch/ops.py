@@ -151,7 +151,8 @@ def attend(
     if k.dtype != q.dtype or v.dtype != q.dtype:
         q, k, v = _common_dtype(q, k, v)
     if not is_eager(q):
-        if _transformed(q, k, v):
+        learned = (tensor for tensor in (call.bias, call.sinks, call.alibi_slopes) if tensor is not None)
+        if _transformed(q, k, v, *learned):
             return TransformedAttention.apply(q, k, v, *flat(call), strict, layer)
         return forward_op(q, k, v, *flat(call), strict, layer)
     return _run(q, k, v, call, layer, strict, statistics)

@@ -146,7 +146,7 @@ def _scores_of(x, y, bias, indices, cost: str, scale: float) -> torch.Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     batch, rows, k = indices.shape
     flat = indices.reshape(batch, rows * k, 1).expand(-1, -1, y.shape[-1])
-    a, b = x.to(wide).unsqueeze(2), y.to(wide).gather(1, flat).reshape(batch, rows, k, -1)
+    a, b = x.to(wide).unsqueeze(2), y.to(wide).gather(1, flat).reshape(batch, rows, k, y.shape[-1])
     if cost == "negative_dot":
         costs = -(a * b).sum(-1)
     elif cost == "giou":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -12,7 +13,7 @@ import shrinking
 import torch
 
 import flashpatch
-from flashpatch import counting, enabling, inlined, model_verification, patcher, tagging
+from flashpatch import counting, enabling, inlined, model_runs, model_verification, patcher, tagging
 from flashpatch.problem import DeclinedError
 
 # type -> (its fields, its attention modules). Together they have every class of inlined.MODULES.
@@ -79,6 +80,27 @@ def test_output_and_gradients_equal_the_models_own(name):
         assert sum(module.dispatched for module in report.modules) == TYPES[name][1]
         assert all(module.calls == 1 for module in report.modules)
         assert report.declines == {"no_gpu"}, variant
+
+
+def test_a_model_computes_what_it_computed_before():
+    """As it is loaded when nobody names an implementation, which may be another than eager attention, and not equal to it."""
+    loaded = set()
+    for name in TYPES:
+        eager, inputs = small(name)
+        model = type(eager)._from_config(eager.config.__class__.from_dict(eager.config.to_dict())).float().eval()
+        if model.config._attn_implementation == "eager":
+            continue
+        loaded.add(name)
+        model.load_state_dict(eager.state_dict())
+        outputs = []
+        with torch.no_grad():
+            for patched in (False, True):
+                with patcher.apply(model) if patched else contextlib.nullcontext() as patch:
+                    torch.manual_seed(0)  # ViLT draws the patches it looks at
+                    outputs.append(model_runs.main_output(model(**inputs))[1])
+                    assert not patched or all(row.dispatched for row in patch.report.rows), name
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    assert {"falcon", "sam_vision_model"} <= loaded
 
 
 def test_every_class_that_is_read_is_compared_here():

@@ -363,8 +363,38 @@ def test_derivatives_that_do_not_exist_are_refused_not_zero():
         torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.func.grad(lambda q: torch.func.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        attention(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+    for name, tensor in {
+        "q": q,
+        "bias": torch.randn(9, 9),
+        "sinks": torch.randn(4),
+        "alibi_slopes": torch.rand(4),
+    }.items():
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            attention(
+                **{"q": q, "k": k, "v": v, name: torch.autograd.forward_ad.make_dual(tensor, torch.ones_like(tensor))}
+            )
+
+
+@pytest.mark.parametrize("name", ["mask", "key_ranges", "alibi_slopes", "seqused_k", "cu_seqlens_k"])
+def test_what_the_backward_reads_again_must_not_change_before_it(name):
+    """As autograd itself says of q, k, v, bias and sinks: a reused buffer of lengths would give wrong gradients, silently."""
+    q, k, v = (tensor.requires_grad_() for tensor in qkv())
+    rows = q.shape[1]
+    given = {
+        "mask": torch.ones(rows, k.shape[1], dtype=torch.bool), "alibi_slopes": torch.rand(4),
+        "key_ranges": torch.tensor([0, 5], dtype=torch.int32).expand(q.shape[0], rows, 2).clone(),
+        "seqused_k": torch.full((q.shape[0],), 5, dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 5, k.shape[1]], dtype=torch.int32),
+    }[name]  # fmt: skip
+    keywords = {name: given}
+    if name == "cu_seqlens_k":
+        q, k, v = q[0], k[0], v[0]
+        keywords |= {"cu_seqlens_q": given.clone(), "max_seqlen_q": rows, "max_seqlen_k": k.shape[0]}
+    attention(q, k, v, **keywords).sum().backward()
+    out = attention(q, k, v, **keywords)
+    given.copy_(given.clone())
+    with pytest.raises(RuntimeError, match=f"^{name} of flashpatch attention changed in place.*clone"):
+        out.sum().backward()
 
 
 def test_function_transforms_give_the_gradients_of_backward():

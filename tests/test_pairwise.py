@@ -161,11 +161,12 @@ def test_weights_of_nothing(path):
 def test_empty_sets(reduce):
     k = {"k": 1} if reduce == "topk" else {}
     nothing, something = torch.empty(2, 0, 3), torch.randn(2, 5, 3)
-    found = flashpatch.pairwise(nothing, something, reduce=reduce, on_decline="fallback", **k)
+    leaf = something.clone().requires_grad_()
+    found = flashpatch.pairwise(nothing, leaf, reduce=reduce, on_decline="fallback", **k)
+    assert (torch.autograd.grad((found if reduce == "logsumexp" else found.values).sum(), leaf)[0] == 0).all()
     shapes = [t.shape for t in (found if reduce != "logsumexp" else (found,))]
     assert shapes == [(2, 0, 1)] * 2 if reduce == "topk" else [(2, 0)] * len(shapes)
     if reduce == "logsumexp":
-        leaf = something.clone().requires_grad_()
         total = flashpatch.pairwise(leaf, nothing, reduce=reduce)
         assert (total == -math.inf).all() and total.shape == (2, 5)
         assert (torch.autograd.grad(total.sum(), leaf)[0] == 0).all()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flashpatch
-from flashpatch import cases, evidence, planning, support_table
+from flashpatch import cases, compiler, evidence, planning, support_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -130,6 +130,23 @@ def test_speed_table_is_what_was_measured():
     table = README.split("<!-- speed:begin -->\n")[1].split("\n<!-- speed:end -->")[0]
     assert table == benchmarking.speed_table(report)
     assert f"{report['host_microseconds']['flashpatch']:.0f} µs" in README
+
+
+@pytest.mark.parametrize("name", ["speed", "features", "fp32", "fp8"])
+def test_figures_say_what_they_are_of(name):
+    """Which torch, when, and which kernels: where those have changed since, it stands beside the table."""
+    report = json.loads((ROOT / "tests" / "evidence" / f"h200_{name}.json").read_text())
+    before = README.split(f"<!-- {name}:begin -->")[0]
+    assert f"{report['date']}, torch {'.'.join(report['torch'].split('.')[:2])}" in before
+    changed = report["kernels"] != compiler.sources_digest()
+    assert ("an earlier build of the kernels" in before[before.rindex("\n##") :]) == changed
+
+
+def test_8_bit_table_is_what_was_measured():
+    from flashpatch import benchmarking
+
+    report = json.loads((ROOT / "tests" / "evidence" / "h200_fp8.json").read_text())
+    assert README.split("<!-- fp8:begin -->\n")[1].split("\n<!-- fp8:end -->")[0] == benchmarking.speed_table(report)
 
 
 def ratios(report: dict, direction: str, others: tuple[str, ...]) -> str:
