@@ -24,6 +24,14 @@ from .kernel_constants import constants
 from .problem import BuildFailure, Config, Device, Reason
 from .support_matrix import find
 
+# What the kernels need beside torch, by CUDA's major version: the extras cuda12 and cuda13. Named one by one, because a package
+# index knows nothing of a flashpatch that came from a clone or a wheel.
+PACKAGES = {
+    "12": ("cupy-cuda12x>=14.0", "nvidia-cuda-nvrtc-cu12>=12,<13", "nvidia-cuda-runtime-cu12>=12,<13"),
+    "13": ("cupy-cuda13x>=14.0", "nvidia-cuda-nvrtc>=13,<14", "nvidia-cuda-runtime>=13,<14"),
+}
+REINSTALL = "install flashpatch anew, as it was installed: pip install --force-reinstall --no-deps CLONE_OR_WHEEL"
+
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
 
@@ -165,12 +173,12 @@ def cupy_fault() -> Reason | None:
     packages = cupy_packages()
     if len(packages) > 1:
         text = f"{' and '.join(packages)} are both installed; they share one folder and break each other"
-        return Reason("two_cupys", f"{text}; type: pip uninstall -y {' '.join(packages)} && {install_line()}")
+        return Reason("two_cupys", f"{text}; type: {install_line()}")
     for package in packages:
         made_for = re.search(r"cuda(\d+)x", package)
         if made_for and torch.version.cuda and made_for[1] != torch.version.cuda.split(".")[0]:
             text = f"{package} is for CUDA {made_for[1]}, torch was built with CUDA {torch.version.cuda}"
-            return Reason("cupy_mismatch", f"{text}; type: pip uninstall -y {package} && {install_line()}")
+            return Reason("cupy_mismatch", f"{text}; type: {install_line()}")
     return None
 
 
@@ -191,12 +199,15 @@ def _why_no_nvrtc() -> Reason:
     return Reason("no_nvrtc", f"NVRTC (libnvrtc) was not found; type: {install_line()}")
 
 
-def install_line() -> str:
-    """What to type to get CuPy and NVRTC for the CUDA that torch was built with, or else for the driver's."""
+def install_line(major: str = "", option: str = "") -> str:
+    """What to type to get CuPy and NVRTC: for this major version of CUDA, torch's, or else the driver's. CuPys in its way go."""
     import torch
 
-    major = (torch.version.cuda or str(driver_version() // 1000)).split(".")[0]
-    return f"pip install 'flashpatch[cuda{major if major in ('12', '13') else '13'}]'"
+    major = major or (torch.version.cuda or str(driver_version() // 1000)).split(".")[0]
+    wanted, installed = PACKAGES.get(major, PACKAGES["13"]), list(cupy_packages())
+    wrong = installed if len(installed) > 1 else [name for name in installed if not wanted[0].startswith(f"{name}>")]
+    remove = f"pip uninstall -y {' '.join(wrong)} && " if wrong else ""
+    return f"{remove}pip install {option}{' '.join(map(repr, wanted))}"
 
 
 def mismatch(device: Device) -> Reason | None:
@@ -209,7 +220,7 @@ def mismatch(device: Device) -> Reason | None:
         )
     if driver // 1000 < version[0]:
         text = f"{named} is newer than the driver (CUDA {driver // 1000}.{driver % 1000 // 10})"
-        known = f", or type: pip install 'flashpatch[cuda{driver // 1000}]'" if driver >= 12000 else ""
+        known = f", or type: {install_line(str(driver // 1000))}" if driver >= 12000 else ""
         return Reason("driver", f"{text}; update the driver{known}")
     return _arch_fault("{}{}".format(*device.capability))
 
@@ -222,8 +233,8 @@ def _arch_fault(number: str) -> Reason | None:
     version = ".".join(map(str, nvrtc_version()))
     if int(number) < known[0]:
         text = f"NVRTC {version} no longer compiles for sm_{number}; an older one does"
-        return Reason("nvrtc_arch", f"{text}; type: pip install 'flashpatch[cuda12]'")
-    return Reason("nvrtc_arch", f"NVRTC {version} does not know sm_{number}; type: {install_line()} --upgrade")
+        return Reason("nvrtc_arch", f"{text}; type: {install_line('12')}")
+    return Reason("nvrtc_arch", f"NVRTC {version} does not know sm_{number}; type: {install_line(option='--upgrade ')}")
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -256,7 +267,7 @@ def incomplete() -> Reason | None:
 
 def _incomplete(log: str) -> Reason:
     text = f"NVRTC {'.'.join(map(str, nvrtc_version()))} is incomplete: {' '.join(log.split())[:200]}"
-    return Reason("nvrtc_incomplete", f"{text}; type: {install_line()} --force-reinstall")
+    return Reason("nvrtc_incomplete", f"{text}; type: {install_line(option='--force-reinstall --no-deps ')}")
 
 
 def compile_cubin(config: Config, arch: str) -> tuple[bytes, str]:
@@ -375,7 +386,7 @@ def _load(config: Config, device: Device) -> Kernel | CompileError:
     except CompileError as error:
         return error
     except FileNotFoundError as error:
-        return CompileError(Reason("no_sources", f"{error}; type: pip install --force-reinstall flashpatch"))
+        return CompileError(Reason("no_sources", f"{error}; {REINSTALL}"))
     except Exception as error:
         return CompileError(Reason("load_failed", f"{name(config)} could not be loaded on {device.name}: {error}"))
 

@@ -103,7 +103,7 @@ def _devices() -> tuple[list[Device], list[Fault]]:
     devices = [execution.own_device(index) for index in range(torch.cuda.device_count())]
     unknown = [device for device in devices if device.capability not in planning.support().capabilities]
     text = "not known to this version"
-    return devices, [Fault("unknown_gpu", f"{device.name}: {text}", "pip install -U flashpatch") for device in unknown]
+    return devices, [Fault("unknown_gpu", f"{device.name}: {text}", "install a newer flashpatch") for device in unknown]
 
 
 def _no_gpu(driver: int) -> Fault:
@@ -164,7 +164,7 @@ def _toolkit(devices: list[Device], broken: Reason | None) -> list[Fault]:
         for kernel in planning.support().kernels:
             compiler.check_sources(kernel)
     except FileNotFoundError as error:
-        found.append(Fault("no_sources", str(error), "pip install --force-reinstall flashpatch"))
+        found.append(Fault("no_sources", str(error), compiler.REINSTALL))
     if broken:
         return found
     if reason := compiler.incomplete():

@@ -186,7 +186,7 @@ def _explained(source: str, error: Exception, trusted: bool) -> ModelError:
         return ModelError(f"{source} needs Python code of its own; if you trust it, add --trust-remote-code")
     if isinstance(error, ImportError) and "gguf" in text.lower():
         return ModelError(
-            f"{source}: reading GGUF files needs the packages gguf and accelerate: pip install 'flashpatch[gguf]'"
+            f"{source}: reading GGUF files needs the packages gguf and accelerate: pip install 'gguf>=0.10' 'accelerate>=1.0'"
         )
     if "GatedRepoError" in causes:
         return ModelError(f"{source} is gated on the hub: accept its terms there, then log in with: hf auth login")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import builtins
 import importlib.metadata
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +55,8 @@ class Nvrtc:
 
 
 SOUND = Nvrtc()
+CUDA12 = "pip install 'cupy-cuda12x>=14.0' 'nvidia-cuda-nvrtc-cu12>=12,<13' 'nvidia-cuda-runtime-cu12>=12,<13'"
+CUDA13 = "pip install 'cupy-cuda13x>=14.0' 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cuda-runtime>=13,<14'"
 
 
 @pytest.fixture
@@ -118,8 +122,8 @@ def test_a_sound_machine_has_no_faults(machine):
 def test_nvrtc_newer_than_the_driver(machine):
     found = faults(machine(driver=12080))["driver"]
     assert "NVRTC 13.0 is newer than the driver (CUDA 12.8)" in found.text
-    assert "update the driver" in found.remedy and "pip install 'flashpatch[cuda12]'" in found.remedy
-    assert declined().code == "driver" and "flashpatch[cuda12]" in declined().text
+    assert "update the driver" in found.remedy and found.remedy.endswith(f"pip uninstall -y cupy-cuda13x && {CUDA12}")
+    assert declined().code == "driver" and declined().text.endswith(CUDA12)
 
 
 def test_a_driver_too_old_for_any_extra(machine):
@@ -136,14 +140,14 @@ def test_nvrtc_without_the_architecture(machine):
         machine(gpus=[device], nvrtc=Nvrtc((12, 6), archs=(75, 80, 90)), torch_cuda="12.6", cupys=["cupy-cuda12x"])
     )
     assert found["nvrtc_arch"].text == "NVRTC 12.6 does not know sm_120"
-    assert found["nvrtc_arch"].remedy == "pip install 'flashpatch[cuda12]' --upgrade"
+    assert found["nvrtc_arch"].remedy == CUDA12.replace("install", "install --upgrade")
     assert declined(device).code == "nvrtc_arch"
 
 
 def test_nvrtc_that_no_longer_has_the_architecture(machine):
     device = planning.device_for((7, 5), "T4")
     found = faults(machine(gpus=[device], nvrtc=Nvrtc((13, 9), archs=(80, 90))))["nvrtc_arch"]
-    assert "no longer compiles for sm_75" in found.text and found.remedy == "pip install 'flashpatch[cuda12]'"
+    assert "no longer compiles for sm_75" in found.text and found.remedy == f"pip uninstall -y cupy-cuda13x && {CUDA12}"
     assert declined(device).code == "nvrtc_arch"
 
 
@@ -152,7 +156,7 @@ def test_an_unknown_capability(machine):
     device = planning.device_for((13, 0), "RTX 9090")
     found = faults(machine(gpus=[device]))
     assert "unknown capability 13.0, planned as blackwell_consumer" in found["unknown_gpu"].text
-    assert found["unknown_gpu"].remedy == "pip install -U flashpatch" and "sm_130" in found["nvrtc_arch"].text
+    assert found["unknown_gpu"].remedy == "install a newer flashpatch" and "sm_130" in found["nvrtc_arch"].text
     assert declined(device).code == "nvrtc_arch"
 
 
@@ -167,7 +171,7 @@ def test_cupy_for_another_cuda_than_torch(machine, package, cuda, nvrtc):
     report = machine(cupys=[package], torch_cuda=cuda, nvrtc=nvrtc)
     found = faults(report)["cupy_mismatch"]
     assert f"{package} is for CUDA {package[-3:-1]}, torch was built with CUDA {cuda}" in found.text
-    assert found.remedy == f"pip uninstall -y {package} && pip install 'flashpatch[cuda{cuda[:2]}]'"
+    assert found.remedy == f"pip uninstall -y {package} && {CUDA12 if cuda[:2] == '12' else CUDA13}"
     if report.nvrtc is None:
         assert declined().code == "cupy_mismatch" and report.cupy == [f"{package} 14.2.0 (unusable)"]
     else:  # it works as it is, and nothing is declined for it
@@ -178,7 +182,7 @@ def test_cupy_for_another_cuda_than_torch(machine, package, cuda, nvrtc):
 def test_two_cupys(machine, works):
     nvrtc = Nvrtc() if works else ImportError("cannot import name 'nvrtc'")
     found = faults(machine(cupys=["cupy-cuda12x", "cupy-cuda13x"], nvrtc=nvrtc))["two_cupys"]
-    assert found.remedy == "pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install 'flashpatch[cuda13]'"
+    assert found.remedy == f"pip uninstall -y cupy-cuda12x cupy-cuda13x && {CUDA13}"
     if works:
         assert compiler.available() is None
     else:
@@ -202,14 +206,14 @@ def test_no_libnvrtc(machine):
     nvrtc = Nvrtc()
     nvrtc.getVersion = lambda: (_ for _ in ()).throw(RuntimeError("libnvrtc.so.13: cannot open shared object file"))
     found = faults(machine(nvrtc=nvrtc))["no_nvrtc"]
-    assert "libnvrtc" in found.text and found.remedy == "pip install 'flashpatch[cuda13]'"
+    assert "libnvrtc" in found.text and found.remedy == CUDA13
     assert declined().code == "no_nvrtc"
 
 
 def test_nvrtc_without_its_builtins(machine):
     nvrtc = Nvrtc(fault="nvrtc: error: failed to open libnvrtc-builtins.so.13.0.")
     found = faults(machine(nvrtc=nvrtc))["nvrtc_incomplete"]
-    assert "libnvrtc-builtins.so.13.0" in found.text and found.remedy.endswith("--force-reinstall")
+    assert "libnvrtc-builtins.so.13.0" in found.text and "--force-reinstall --no-deps 'cupy" in found.remedy
     assert declined().code == "nvrtc_incomplete"
 
 
@@ -219,7 +223,7 @@ def test_no_sources(machine, monkeypatch):
     compiler.digest.cache_clear()
     found = faults(machine())["no_sources"]
     assert found.text == "cuda_src/mask.cuh is missing from this installation of flashpatch"
-    assert found.remedy == "pip install --force-reinstall flashpatch"
+    assert "pip install --force-reinstall --no-deps CLONE_OR_WHEEL" in found.remedy
     assert declined().code == "no_sources"
     compiler.digest.cache_clear()
 
@@ -258,16 +262,25 @@ def test_gpus_that_are_hidden(machine, monkeypatch):
     assert faults(machine(gpus=()))["no_gpu"].remedy == "unset CUDA_VISIBLE_DEVICES"
 
 
-def test_the_extra_to_install_is_that_of_torch_or_the_driver(monkeypatch):
-    for cuda, driver, extra in (
-        ("12.8", 13000, "cuda12"),
-        (None, 12080, "cuda12"),
-        (None, 0, "cuda13"),
-        ("11.8", 0, "cuda13"),
+def test_what_to_install_is_for_torchs_cuda_or_the_drivers(monkeypatch):
+    monkeypatch.setattr(compiler, "cupy_packages", dict)
+    for cuda, driver, line in (
+        ("12.8", 13000, CUDA12),
+        (None, 12080, CUDA12),
+        (None, 0, CUDA13),
+        ("11.8", 0, CUDA13),
     ):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(compiler, "driver_version", lambda driver=driver: driver)
-        assert compiler.install_line() == f"pip install 'flashpatch[{extra}]'"
+        assert compiler.install_line() == line
+
+
+@pytest.mark.parametrize("major", ["12", "13"])
+def test_the_packages_to_install_are_those_of_the_extra(major):
+    """By their own names: an index knows nothing of a flashpatch that came from a clone."""
+    text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    extra = re.search(rf"^cuda{major} = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
+    assert re.findall(r'"([^";]+);', extra) == list(compiler.PACKAGES[major])
 
 
 # ---- switches and the emulator's compiler ----
