@@ -218,6 +218,24 @@ def test_what_sees_nan_or_inf_becomes_nan(monkeypatch, feature, value, dtype):
     assert all(grad[0, [0, 1, 5, 6, 7, 8]].isfinite().all() for grad in (k.grad, v.grad))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("emulate", ["1", "0"], ids=["kernel", "fallback"])
+def test_rows_that_see_nan_or_inf_in_v_behind_a_window_are_nan_with_their_logsumexp(monkeypatch, emulate, value):
+    """As README says: in all columns, and dv at every key of such a row; nothing elsewhere. Rows 3 and 4 see key 3."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", emulate)
+    q, k, v = (torch.randn(1, 9, 1, 32, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    v[0, 3, 0, 7] = value
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    options = {"window_size": (1, 0), "return_logsumexp": True, "on_decline": "fallback"}
+    out, logsumexp = flashpatch.attention(*leaves, **options)
+    out.float().sum().backward()
+    rows, keys = torch.zeros(9, dtype=torch.bool), torch.zeros(9, dtype=torch.bool)
+    rows[3:5], keys[2:5] = True, True
+    for found, where in ((out, rows), (v.grad, keys)):
+        assert torch.equal(found[0, :, 0].isnan(), where[:, None].expand(9, 32)) and not found.isinf().any()
+    assert torch.equal(logsumexp[0, 0].isnan(), rows) and not logsumexp.isinf().any()
+
+
 def test_a_softcap_is_exact_in_fp32(monkeypatch):
     """Not the polynomial that 16-bit inputs hide: of a cap of 50 that is off by 6e-5."""
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
