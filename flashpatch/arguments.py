@@ -91,7 +91,7 @@ def is_integer(value) -> bool:
     return isinstance(value, _INTEGERS) and not isinstance(value, bool)
 
 
-def _is_finite(value) -> bool:
+def is_finite(value) -> bool:
     """Whether a number is one in fp32, as kernels hold it: neither NaN nor too large."""
     if not isinstance(value, NUMBERS):
         return False
@@ -112,13 +112,13 @@ def _check_scalars(
     for name, value in (("causal", causal), ("deterministic", deterministic)):
         if not _is_truth(value):
             problems.append(f"{name} is {_value(value)}; True or False is needed")
-    if softmax_scale is not None and not _is_finite(softmax_scale):
+    if softmax_scale is not None and not is_finite(softmax_scale):
         problems.append(
             f"softmax_scale is {_value(softmax_scale)}; it must be finite in fp32, or None for head_dim ** -0.5"
         )
     if not (isinstance(dropout_p, NUMBERS) and 0.0 <= dropout_p < 1.0):
         problems.append(f"dropout_p is {_value(dropout_p)}; it must be in [0, 1)")
-    if not (_is_finite(softcap) and softcap >= 0.0):
+    if not (is_finite(softcap) and softcap >= 0.0):
         problems.append(
             f"softcap is {_value(softcap)}; it must be finite and positive in fp32, or 0 for none: a number"
         )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from . import batching, execution, launcher, pair_fallback, pair_launching, pair_planning
-from .arguments import NUMBERS, is_integer, not_dense
+from .arguments import is_finite, is_integer, not_dense
 from .compiler import CompileError
 from .counting import layers, record_decline, register_layer, switched_on
 from .pair_planning import COSTS, GRADIENT, REDUCTIONS, PairPlan, PairProblem
@@ -101,8 +101,8 @@ def _check(x, y, cost, reduce, dim, k, scale, bias, on_decline) -> list[str]:
         problems.append(f"on_decline={on_decline!r} is neither 'error' nor 'fallback'")
     if not (is_integer(dim) and dim in (-1, -2)):
         problems.append(f"dim={dim}: -1 reduces over y, -2 over x")
-    if not (isinstance(scale, (*NUMBERS, torch.Tensor)) and math.isfinite(scale)):
-        problems.append(f"scale={scale} is not a finite number")
+    if not is_finite(scale.item() if isinstance(scale, torch.Tensor) and scale.numel() == 1 else scale):
+        problems.append(f"scale={scale} is not a number that is finite in fp32")
     if not (k is None or is_integer(k)):
         problems.append(f"k={k!r} is not an int")
     tensors = {"x": x, "y": y, **({} if bias is None else {"bias": bias})}

@@ -312,7 +312,7 @@ def test_compiles_into_one_graph():
         ({"x": [[0.0]]}, r"x is list, not a torch\.Tensor"),
         ({"bias": [0.0]}, r"bias is list, not a torch\.Tensor"),
         ({"y": torch.zeros(6, 3).to_sparse()}, "y is a sparse_coo tensor"),
-        ({"scale": "auto"}, "scale=auto is not a finite number"),
+        ({"scale": "auto"}, "scale=auto is not a number that is finite"),
         ({"reduce": "topk", "k": 2.0}, "k=2.0 is not an int"),
     ],
 )  # fmt: skip
