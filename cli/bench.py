@@ -28,7 +28,7 @@ def _numbers(context, parameter, value: str) -> tuple[int, ...]:
     is_flag=True,
     help="Time eager attention too, which holds the whole score matrix; with --features FlexAttention as well.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Medians over this many.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Medians over this many.  [default: 5, with --features 20]")
 @options.dtype("float16, bfloat16 (default), float32 or, forward only, float8_e4m3fn.", of_kernels=True)
 @click.option("--features", is_flag=True, help="Time instead what each feature costs over the plain kernel.")
 @roofline.options
@@ -60,7 +60,7 @@ def command(head_dims, seqlens, odd, eager, rounds, dtype, features, device, as_
     shapes = benchmarking.odd_shapes() if odd else benchmarking.standard_shapes(head_dims, seqlens)
     with rendering.progress("bench") as advance:
         report = benchmarking.bench(
-            shapes, dtype=getattr(torch, dtype or "bfloat16"), variants=variants, rounds=rounds,
+            shapes, dtype=getattr(torch, dtype or "bfloat16"), variants=variants, rounds=rounds or benchmarking.ROUNDS,
             directions=benchmarking.directions(getattr(torch, dtype or "bfloat16")),
             advance=lambda done, total: advance(done, total, ""),
         )  # fmt: skip
@@ -78,7 +78,7 @@ def _time_features(head_dims, rounds, eager, dtype, as_json) -> None:
 
     with rendering.progress("bench") as advance:
         report = feature_costs.measure(
-            head_dims=head_dims, rounds=rounds, dtype=dtype,
+            head_dims=head_dims, rounds=rounds or feature_costs.ROUNDS, dtype=dtype,
             peers=tuple(feature_costs.PEERS) if eager else ("sdpa_efficient",),
             advance=lambda done, total: advance(done, total, ""),
         )  # fmt: skip

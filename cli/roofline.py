@@ -55,7 +55,7 @@ def report(model, full, tokens, device, html, svg, *, head_dims, seqlens, rounds
     """Measure, print, draw, and return the exit code."""
     import torch
 
-    from flashpatch import roofline
+    from flashpatch import benchmarking, roofline
 
     for option, path in (("--html", html), ("--svg", svg)):
         rendering.must_have_folder(option, path)
@@ -76,7 +76,7 @@ def report(model, full, tokens, device, html, svg, *, head_dims, seqlens, rounds
         start = next((shape for shape in reversed(shapes) if shape.seqlen <= 8192), shapes[0])
     with rendering.progress("bench") as advance:
         done = roofline.roofline(
-            shapes, device=device, dtype=dtype, samples=rounds, experiments=start,
+            shapes, device=device, dtype=dtype, samples=rounds or benchmarking.ROUNDS, experiments=start,
             advance=lambda count, total: advance(count, total, ""),
         )  # fmt: skip
     ours = [point for point in done.points if point.variant == "flashpatch" and point.error]

@@ -32,6 +32,7 @@ SDPA_BACKENDS = {
 }
 # The side of the square matrices whose product in the inputs' dtype is the ceiling.
 CEILING_SIZE = 8192
+ROUNDS = 5
 
 
 def peers(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
@@ -140,7 +141,7 @@ def bench(
     dtype: torch.dtype = torch.bfloat16,
     variants=("flashpatch", "sdpa_flash", "sdpa_cudnn"),
     directions=("forward", "backward"),
-    rounds: int = 5,
+    rounds: int = ROUNDS,
     device: str = "cuda",
     advance=lambda done, total: None,
 ) -> BenchReport:

@@ -20,6 +20,8 @@ from .call import Call
 from .problem import DIRECTIONS, Plan
 
 PEERS = {"sdpa_efficient": "SDPA efficient", "flex": "FlexAttention", "eager": "eager"}
+ROUNDS = 20  # a cost repeats to 1%; over 5 to 2%
+PEER_ROUNDS = 5  # peers take a third of the time, and nothing is asked of them that 5 do not say
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Cost:
     head_dim: Annotated[int, "of q and k"]
     milliseconds: Annotated[float | None, "median over rounds"] = None
     tflops: Annotated[float | None, "TFLOP/s, counting the scores that are visible"] = None
-    cost: Annotated[float | None, "time per visible score over that of the plain kernel"] = None
+    cost: Annotated[float | None, "time per visible score over the plain kernel's in the same round, median"] = None
     error: Annotated[str, "why it did not run; empty if it did"] = ""
 
 
@@ -194,12 +196,14 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     features=tuple(FEATURES),
     peers=("sdpa_efficient",),
-    rounds: int = 5,
+    rounds: int = ROUNDS,
     device: str = "cuda",
     advance=lambda done, total: None,
 ) -> CostReport:
     """Time every kernel with every feature it has, the variants of a head dim in random order in each round.
 
+    A cost is the median of ratios of two samples of one round, which vary half as much as a ratio of two medians: the
+    card's clock drifts from round to round.
     Eager attention, which keeps the score matrix, and FlexAttention, which is compiled for every feature (minutes), are
     timed once, on their own. Raises RuntimeError without a CUDA device. `advance(done, total)` is called after each head dim.
     """
@@ -215,6 +219,8 @@ def measure(
 
 def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds, device) -> list[Cost]:
     costs, runs = [], {}
+    samples: dict[int, list[float]] = {}  # milliseconds, by number in costs
+    flops: dict[int, float] = {}
     heads = width // head_dim
     tensors = [torch.randn(batch, seqlen, heads, head_dim, device=device, dtype=dtype) for _ in range(3)]
     for feature in dict.fromkeys(("plain", *features)):
@@ -228,27 +234,30 @@ def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds,
                         continue
                     run()
                     torch.cuda.synchronize(device)
+                    samples[len(costs)] = []
+                    flops[len(costs)] = setting.flops(direction)
                     if kernel in ("eager", "flex"):
-                        cost.milliseconds = benchmarking.milliseconds(run, device, 15.0)
-                        cost.tflops = setting.flops(direction) / cost.milliseconds / 1e9
+                        samples[len(costs)].append(benchmarking.milliseconds(run, device, 15.0))
                     else:
-                        runs[len(costs)] = (run, setting.flops(direction))
+                        runs[len(costs)] = run
                 except Exception as error:
                     cost.error = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 costs.append(cost)
-    samples = {number: [] for number in runs}
-    for _ in range(rounds):
-        order = list(runs)
+    for number_of_round in range(rounds):
+        order = [n for n in runs if number_of_round < PEER_ROUNDS or costs[n].kernel not in PEERS]
         random.shuffle(order)
         for number in order:
-            samples[number].append(benchmarking.milliseconds(runs[number][0], device, 15.0))
-    for number, (_, flops) in runs.items():
-        costs[number].milliseconds = statistics.median(samples[number])
-        costs[number].tflops = flops / costs[number].milliseconds / 1e9
-    plain = {cost.kernel: cost.tflops for cost in costs if cost.feature == "plain"}
-    for cost in costs:
-        if cost.tflops and plain.get(cost.kernel):
-            cost.cost = plain[cost.kernel] / cost.tflops
+            samples[number].append(benchmarking.milliseconds(runs[number], device, 15.0))
+    samples = {number: times for number, times in samples.items() if times}
+    plain = {(costs[n].kernel, costs[n].direction): n for n in samples if costs[n].feature == "plain"}
+    for number, times in samples.items():
+        cost = costs[number]
+        cost.milliseconds = statistics.median(times)
+        cost.tflops = flops[number] / cost.milliseconds / 1e9
+        own = plain.get((cost.kernel, cost.direction))
+        if own is not None:
+            ratios = [time / plain_time for time, plain_time in zip(times, samples[own], strict=True)]
+            cost.cost = statistics.median(ratios) * flops[own] / flops[number]
     return costs
 
 

@@ -1,4 +1,6 @@
-"""What features are timed beside: every peer computes what the kernels compute."""
+"""What features are timed beside: every peer computes what the kernels compute. How a cost comes of what was timed."""
+
+from collections import Counter
 
 import pytest
 import torch
@@ -30,3 +32,33 @@ def test_peer_computes_the_same(feature, peer, monkeypatch):
     window = (call.window_left, call.window_right)
     expected, _ = reference.attention(s.q, s.k, s.v, softmax_scale=call.softmax_scale, window_size=window, **keywords)
     torch.testing.assert_close(run().transpose(1, 2), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cost_compares_samples_of_one_round(monkeypatch):
+    """The clock drifts from round to round, and in some rounds the plain kernel is slow. Peers have fewer rounds."""
+    times = {"plain": 4.0, "causal": 3.0}
+    sampled = Counter()
+
+    def makers(setting, direction, peers):
+        feature = "causal" if setting.call.window_right == 0 else "plain"
+        return {kernel: lambda kernel=kernel: lambda: (feature, kernel) for kernel in ("forward_sm80", *peers)}
+
+    def milliseconds(run, device, budget):
+        feature, kernel = run()
+        drift = sampled[feature, kernel] % 5
+        sampled[feature, kernel] += 1
+        return times[feature] * 2.0**drift * (3.0 if feature == "plain" and drift < 2 else 1.0)
+
+    monkeypatch.setattr(feature_costs, "DIRECTIONS", ("forward",))
+    monkeypatch.setattr(feature_costs, "_makers", makers)
+    monkeypatch.setattr(feature_costs.benchmarking, "milliseconds", milliseconds)
+    monkeypatch.setattr(feature_costs.torch.cuda, "synchronize", lambda device: None)
+    found = feature_costs._of_head_dim(
+        16, 1, 63, 32, torch.float32, ("causal",), ("sdpa_efficient",), feature_costs.ROUNDS, "cpu"
+    )
+    visible = 64 / 126
+    for kernel in ("forward_sm80", "sdpa_efficient"):
+        costs = {cost.feature: cost.cost for cost in found if cost.kernel == kernel}
+        assert costs == {"plain": 1.0, "causal": pytest.approx(3 / 4 / visible)}
+    assert sampled["causal", "forward_sm80"] == feature_costs.ROUNDS
+    assert sampled["causal", "sdpa_efficient"] == feature_costs.PEER_ROUNDS
