@@ -14,7 +14,8 @@ constexpr int kTogether = most_together(8);
 static_assert(kRounds * kNumWarps * 16 == kBlockM * kColumnFrags, "whole rounds");
 
 KERNEL(kThreads, 1) attention_backward_dq(GRID_CONSTANT Params p) {
-  const Position position = heads_together(block_index(), p.m_blocks, p.num_heads_q);
+  const u32 from_end = p.m_blocks * p.num_heads_q * p.batch - 1 - block_index();  // what was added to last is in L2
+  const Position position = heads_together(from_end, p.m_blocks, p.num_heads_q);
   const Sequence sequence = sequence_of(p, position.batch);
   const int first = position.block * kBlockM;
   if (first >= sequence.q_length) return;

@@ -64,6 +64,7 @@ template <bool kPaired> struct Products {
 
   // ---- operands; the caller commits ----
 
+  // K as a group of its own: it is looked at first.
   DEVICE void load_keys(int kv_head, int first_key) const {
     if constexpr (kPaired) {
       load_pairs(KPair{smem}, k_record);
@@ -71,6 +72,7 @@ template <bool kPaired> struct Products {
     } else {
       const int rows = sequence.k_length - first_key;
       load_tile(k_tile(), k_of(p, sequence, kv_head).from(first_key), 0, rows, p.head_dim);
+      cp_async_commit();
       load_tile(v_tile(), v_of(p, sequence, kv_head).from(first_key), 0, rows, p.head_dim_v);
     }
   }
@@ -98,36 +100,37 @@ template <bool kPaired> struct Products {
     if constexpr (kPaired) q_exponent = next_q_exponent, dout_exponent = next_dout_exponent, ds_exponent = next_ds_exponent;
   }
 
-  // ---- of a part of the queries, from `column` of the tile on ----
+  // ---- of a part of the queries, from `column` of the tile on, and kM fragments of the warp's keys, from the `first` on (0 in pairs) ----
 
-  template <int kM, int kN> DEVICE void multiply_scores(float (&s_frag)[kM][kN][4], int stage, int column) const {
+  template <int kM, int kN> DEVICE void multiply_scores(float (&s_frag)[kM][kN][4], int stage, int column, int first) const {
     if constexpr (kPaired) {
       multiply_pairs_transposed<kHeadDim / 16>(s_frag, [&](PairFrags<kM>& a, int k) { load_pair_rows(a, k_pair_rows, k); },
                                                pair_right_first(q_pair(stage), column), power_of_two(k_exponent + q_exponent));
     } else {
       clear(s_frag);
-      multiply_transposed<kHeadDim / kMmaDepth>(s_frag, [&](u32 (&a_frag)[kM][4], int k) { load_rows(a_frag, k_rows, k); },
+      multiply_transposed<kHeadDim / kMmaDepth>(s_frag, [&](u32 (&a_frag)[kM][4], int k) { load_rows(a_frag, k_rows, k, first * kKeyStep, kKeyStep); },
                                                 right_first(q_tile(stage), column, 0));
     }
   }
-  template <int kM, int kN> DEVICE void multiply_dp(float (&dp_frag)[kM][kN][4], int stage, int column) const {
+  template <int kM, int kN> DEVICE void multiply_dp(float (&dp_frag)[kM][kN][4], int stage, int column, int first) const {
     if constexpr (kPaired) {
       multiply_pairs_transposed<kHeadDimV / 16>(dp_frag, [&](PairFrags<kM>& a, int k) { load_pair_rows(a, v_pair_rows, k); },
                                                 pair_right_first(dout_pair(stage), column), power_of_two(v_exponent + dout_exponent));
     } else {
       clear(dp_frag);
-      multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kM][4], int k) { load_rows(a_frag, v_rows, k); },
+      multiply_transposed<kHeadDimV / kMmaDepth>(dp_frag, [&](u32 (&a_frag)[kM][4], int k) { load_rows(a_frag, v_rows, k, first * kKeyStep, kKeyStep); },
                                                  right_first(dout_tile(stage), column, 0));
     }
   }
   // dS = 0: dK and dV stay as they are.
-  DEVICE void store_no_ds(int column) const {
-    const u32 zeros[kKeyFrags][kPartFrags][kPacked] = {};
-    store_packed(ds_tile(), key_warp, column / 16, zeros);
+  template <int kM> DEVICE void store_no_ds(int column, int first) const {
+    const u32 zeros[kM][kPartFrags][kPacked] = {};
+    store_packed(ds_tile(), key_warp + first * kKeyStep, column / 16, zeros, kKeyStep);
   }
   // dS^T to shared memory, and dV += P^T dO, dK += dS^T Q or what those take, P^T to shared memory. `row` of dO and Q.
-  DEVICE void add_part(float (&dv_frag)[kKeyFrags][kDvFrags][4], float (&dk_frag)[kKeyFrags][kDkFrags][4],
-                       const float (&p_acc)[kKeyFrags][kPartFrags][4], const float (&ds_acc)[kKeyFrags][kPartFrags][4], int stage, int column, int row) const {
+  template <int kM>
+  DEVICE void add_part(float (&dv_frag)[kKeyFrags][kDvFrags][4], float (&dk_frag)[kKeyFrags][kDkFrags][4], const float (&p_acc)[kM][kPartFrags][4],
+                       const float (&ds_acc)[kM][kPartFrags][4], int stage, int column, int row, int first) const {
     if constexpr (kPaired) {
       PairFrags<kKeyFrags> p_frag[kPartFrags / 2], ds_frag[kPartFrags / 2];
       split_accumulators(p_frag, p_acc, power_of_two(kLiftP));
@@ -142,14 +145,14 @@ template <bool kPaired> struct Products {
         store_pairs(p_pair(), key_warp, column / 16, p_frag);
       }
     } else {
-      u32 p_packed[kKeyFrags][kPartFrags][kPacked], ds_packed[kKeyFrags][kPartFrags][kPacked];
+      u32 p_packed[kM][kPartFrags][kPacked], ds_packed[kM][kPartFrags][kPacked];
       pack_accumulators(p_packed, p_acc);
       pack_accumulators(ds_packed, ds_acc);
-      store_packed(ds_tile(), key_warp, column / 16, ds_packed);
+      store_packed(ds_tile(), key_warp + first * kKeyStep, column / 16, ds_packed, kKeyStep);
       if constexpr (kSplit == 1) {
-        multiply<kPartFrags * 8 / kMmaDepth>(dv_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, p_packed, k); },
+        multiply<kPartFrags * 8 / kMmaDepth>(fragments_of<kM>(dv_frag, first), [&](u32 (&a_frag)[kM][4], int k) { load_packed(a_frag, p_packed, k); },
                                              right_rows(dout_tile(stage), row));
-        multiply<kPartFrags * 8 / kMmaDepth>(dk_frag, [&](u32 (&a_frag)[kKeyFrags][4], int k) { load_packed(a_frag, ds_packed, k); },
+        multiply<kPartFrags * 8 / kMmaDepth>(fragments_of<kM>(dk_frag, first), [&](u32 (&a_frag)[kM][4], int k) { load_packed(a_frag, ds_packed, k); },
                                              right_rows(q_tile(stage), row));
       } else {
         store_packed(p_tile(), key_warp, column / 16, p_packed);
@@ -189,8 +192,8 @@ template <bool kPaired> struct Products {
           dq_frag, [&](u32 (&a_frag)[kM][4], int k) { load_columns(a_frag, ds_columns, k, first); }, right_rows(k_tile(), 0, pair));
     else
 #pragma unroll 1
-      for (int key = some_keys.begin; key < some_keys.end; key += kMmaDepth)
-        multiply<1, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kM][4], int) { load_columns(a_frag, ds_columns, key / kMmaDepth, first); },
+      for (int key = some_keys.begin; key < some_keys.end; key += 2 * kMmaDepth)
+        multiply<2, kDqWarpsN>(dq_frag, [&](u32 (&a_frag)[kM][4], int k) { load_columns(a_frag, ds_columns, key / kMmaDepth + k, first); },
                                right_rows(k_tile(), key, pair));
   }
 };

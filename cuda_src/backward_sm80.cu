@@ -31,7 +31,7 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
 
   const u32 smem = shared_base();
   // Of S^T this warp's and this thread's first element, within the tile
-  const int key_warp = first_key_of_warp(), key_lane = KeysDown::row(), j_first = first_key + key_lane;
+  const int key_warp = first_key_of_warp(), key_lane = key_warp + (lane_index() >> 2), j_first = first_key + key_lane;
   const int query_warp = first_query_of_warp(), query_lane = KeysDown::column();
 
   // ---- query blocks, one after the other ----
@@ -71,19 +71,23 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
   constexpr bool kLooks = kMasks && !kPaired, kLooksLater = kLooks && kHasMask;
   u32 non_finite = 0;  // this thread's keys taken out of K
   const auto take_out = [&] {
-    non_finite = take_out_non_finite<2 * kKeyFrags>(products.k_tile(), [&](int c) { return key_lane + c * 8; });
+    const auto key_of = [&](int c) { return key_lane + (c >> 1) * kKeyStep + (c & 1) * 8; };
+    non_finite = take_out_non_finite<2 * kKeyFrags>(products.k_tile(), key_of);
     if (share_of_warp() == 0 && (lane_index() & 3) == 0) {
 #pragma unroll
       for (int c = 0; c < 2 * kKeyFrags; ++c)
-        if (non_finite >> c & 1) st_shared(products.v_tile().address(key_lane + c * 8, 0), kNaNs);
+        if (non_finite >> c & 1) st_shared(products.v_tile().address(key_of(c), 0), kNaNs);
     }
   };
   bool looked = false, found = false;
   if constexpr (kLooks && !kLooksLater) {
     if (blocks.contains(block)) {
-      cp_async_wait<0>();
-      sync_block();  // K and V are there for all
-      take_out();
+      cp_async_wait<1>();
+      sync_block();  // K is there for all
+      if (holds_non_finite(products.k_tile())) {
+        cp_async_wait<0>();  // and V: take_out has barriers before it stores
+        take_out();
+      }
     }
   }
 
@@ -100,7 +104,7 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     bool masked = blocks.masked;
     if constexpr (kHasWindow && !kHasKeyRanges && !kHasMask) {
       const BlockKeys keys = keys_of_rows(sequence, block.m_block * kBlockM, kBlockM);
-      masked = keys.need_mask({first_key + key_warp, first_key + key_warp + 16 * kKeyFrags});
+      masked = keys.need_mask({first_key + key_warp, first_key + key_warp + (kKeyFrags - 1) * kKeyStep + 16});
     }
     if constexpr (kHasMask) {
       mask_bits = next_mask_bits;
@@ -118,91 +122,107 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     const int head = blocks.head_of(block);
     const Scores scores = scores_of(p, sequence, head);
     const Dropout dropout = dropout_of(p, position.batch, head);
+    // A part of the queries and kM fragments of the warp's keys, from the `first` on
+    const auto visit_part = [&](auto mask, auto fragments, int part, int first) {
+      constexpr int kM = fragments.kValue;
+      const int column_warp = query_warp + part * 8, column = query_lane + part * 8, i_first = block.m_block * kBlockM + column;
+
+      // S^T = K Q^T, dP^T = V dO^T
+      float s_frag[kM][kPartFrags][4], dp_frag[kM][kPartFrags][4];  // [keys, queries]
+      products.multiply_scores(s_frag, stage, column_warp, first);
+      products.multiply_dp(dp_frag, stage, column_warp, first);
+
+      if constexpr (kLooksLater && mask.kOn) {
+        if (!looked) found |= any_non_finite(s_frag);
+      }
+
+      float* dbias = nullptr;
+      if (kHasBias && p.dbias_accum) dbias = bias_gradient_tile(p, position.batch, head, position.block, block.m_block);
+      BiasColumns<kM> bias;
+
+      // P = exp2(S - logsumexp), dS = P (dP - delta)
+      ColumnDraws<kM> draws;
+#pragma unroll
+      for (int n = 0; n < kPartFrags; ++n) {
+        const F32x2 logsumexp = logsumexp_of_rows(smem, column + n * 8);
+        const F32x2 delta = delta_of_rows(smem, column + n * 8);
+        const int row_group = (query_warp >> 3) + part + n;  // of 8 queries
+        if constexpr (kHasDropout) {
+          if (n == 0 || (part + n) % 4 == 0) draws.draw(dropout, i_first + n * 8, j_first);
+        }
+        U32x4 ranges = {};
+        if constexpr (mask.kOn && kHasKeyRanges && !kHasMask) ranges = ranges_of_rows(smem, column + n * 8);
+        if constexpr (kHasBias) {
+          if (n % 2 == 0) bias.load(bias_smem, query_warp + (part + n) * 8, key_warp);
+        }
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          float dbias_frag[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int half = e >> 1, i = i_first + n * 8 + (e & 1), j = j_first + (first + m) * kKeyStep + half * 8;
+            float& s = s_frag[m][n][e];
+            float& dp = dp_frag[m][n][e];
+            float derivative = 1.f;
+            float score = s * scores.scale_log2;
+            if constexpr (kTransformsScores)
+              score = score_log2(sequence, scores, s, kHasBias ? bias.value(m, n & 1, e) : 0.f, i, j, derivative);
+            s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
+            if constexpr (kHasDropout) {  // s holds P / (1 - dropout_p), delta as much less
+              const bool right = kM == 1 ? j_first >> 4 & 1 : m;
+              const float kept = draws.keeps(dropout, e & 1, multiplier(row_group >> 1 & 1, n & 1, right, half)) ? s : 0.f;
+              dp = kept * dp - s * (e & 1 ? delta.y : delta.x);
+              s = kept;
+            } else {
+              dp = s * (dp - (e & 1 ? delta.y : delta.x));
+            }
+            if constexpr (mask.kOn) {
+              bool visible;
+              if constexpr (kHasMask) visible = mask_bits.at(m, half, part + n, e & 1);
+              else if constexpr (kHasKeyRanges)  // they are cut to window and lengths
+                visible = (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
+              else visible = queries_of(sequence, j).holds(i);
+              s = visible ? s : 0.f;
+              dp = visible ? dp : 0.f;
+              if constexpr (kHasSoftcap) derivative = visible ? derivative : 0.f;  // NaN of a hidden key times 0 is NaN
+            }
+            dbias_frag[e] = dp;
+            dp *= derivative;
+          }
+          if constexpr (kHasBias) {
+            if (dbias) add_fragment(dbias + (m * kQueryFrags + part + n) * 128, dbias_frag);
+          }
+        }
+      }
+      // dV += P^T dO, dK += dS^T Q
+      products.add_part(dv_frag, dk_frag, s_frag, dp_frag, stage, column_warp, part * 8, first);
+    };
     // One part of the queries after the other; straight-line code, so that one part's exp2 can run beside another's products
     const auto visit = [&](auto mask) {
-      // By bounds few tiles are masked: short code for them leaves registers to the others.
-      constexpr bool kOneByOne = mask.kOn && kHasBounds && !kHasMask && kSplit == 1 && !kIsFp32;
-#pragma unroll kOneByOne ? 1 : kPartsAtATime
-      for (int part = 0; part < kQueryFrags; part += kPartFrags) {
-        const int column_warp = query_warp + part * 8, column = query_lane + part * 8, i_first = block.m_block * kBlockM + column;
-
-        if constexpr (kOneByOne && kSkips) {
-          const BlockKeys seen = keys_of_rows(sequence, block.m_block * kBlockM + column_warp, kPartFrags * 8);
-          if (vote_all(!seen.sees({first_key + key_warp, first_key + key_warp + 16 * kKeyFrags}))) {  // dS = 0, dK and dV stay
-            products.store_no_ds(column_warp);
-            continue;
-          }
-        }
-
-        // S^T = K Q^T, dP^T = V dO^T
-        float s_frag[kKeyFrags][kPartFrags][4], dp_frag[kKeyFrags][kPartFrags][4];  // [keys of the warp, queries of the part]
-        products.multiply_scores(s_frag, stage, column_warp);
-        products.multiply_dp(dp_frag, stage, column_warp);
-
-        if constexpr (kLooksLater && mask.kOn) {
-          if (!looked) found |= any_non_finite(s_frag);
-        }
-
-        float* dbias = nullptr;
-        if (kHasBias && p.dbias_accum) dbias = bias_gradient_tile(p, position.batch, head, position.block, block.m_block);
-        BiasColumns<kKeyFrags> bias;
-
-        // P = exp2(S - logsumexp), dS = P (dP - delta)
-        ColumnDraws<kKeyFrags> draws;
+      if constexpr (!mask.kOn || !kHasBounds || kHasMask || kSplit > 1 || kIsFp32) {
+#pragma unroll kPartsAtATime
+        for (int part = 0; part < kQueryFrags; part += kPartFrags) visit_part(mask, Number<kKeyFrags>{}, part, 0);
+      } else {
+        // By bounds few tiles are masked: short code for them leaves registers to the others. Keys that no query of the part sees
+        // are left out: their dS is 0, their dK and dV stay.
+#pragma unroll 1
+        for (int part = 0; part < kQueryFrags; part += kPartFrags) {
+          const int column_warp = query_warp + part * 8;
+          const BlockKeys keys = keys_of_rows(sequence, block.m_block * kBlockM + column_warp, kPartFrags * 8);
+          bool seen[kKeyFrags / kNeighbours], all = true;
 #pragma unroll
-        for (int n = 0; n < kPartFrags; ++n) {
-          const F32x2 logsumexp = logsumexp_of_rows(smem, column + n * 8);
-          const F32x2 delta = delta_of_rows(smem, column + n * 8);
-          const int row_group = (query_warp >> 3) + part + n;  // of 8 queries
-          if constexpr (kHasDropout) {
-            if (n == 0 || (part + n) % 4 == 0) draws.draw(dropout, i_first + n * 8, j_first);
+          for (int first = 0; first < kKeyFrags; first += kNeighbours) {
+            const int key = first_key + key_warp + first * kKeyStep;
+            all &= seen[first / kNeighbours] = !kSkips || vote_all(keys.sees({key, key + 16 * kNeighbours}));
           }
-          U32x4 ranges = {};
-          if constexpr (mask.kOn && kHasKeyRanges && !kHasMask) ranges = ranges_of_rows(smem, column + n * 8);
-          if constexpr (kHasBias) {
-            if (n % 2 == 0) bias.load(bias_smem, query_warp + (part + n) * 8, key_warp);
-          }
+          if (all) visit_part(mask, Number<kKeyFrags>{}, part, 0);
+          else
 #pragma unroll
-          for (int m = 0; m < kKeyFrags; ++m) {
-            float dbias_frag[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int half = e >> 1, i = i_first + n * 8 + (e & 1), j = j_first + m * 16 + half * 8;
-              float& s = s_frag[m][n][e];
-              float& dp = dp_frag[m][n][e];
-              float derivative = 1.f;
-              float score = s * scores.scale_log2;
-              if constexpr (kTransformsScores)
-                score = score_log2(sequence, scores, s, kHasBias ? bias.value(m, n & 1, e) : 0.f, i, j, derivative);
-              s = exp2_approx(score - (e & 1 ? logsumexp.y : logsumexp.x));
-              if constexpr (kHasDropout) {  // s holds P / (1 - dropout_p), delta as much less
-                const bool right = kKeyFrags == 1 ? j_first >> 4 & 1 : m;
-                const float kept = draws.keeps(dropout, e & 1, multiplier(row_group >> 1 & 1, n & 1, right, half)) ? s : 0.f;
-                dp = kept * dp - s * (e & 1 ? delta.y : delta.x);
-                s = kept;
-              } else {
-                dp = s * (dp - (e & 1 ? delta.y : delta.x));
-              }
-              if constexpr (mask.kOn) {
-                bool visible;
-                if constexpr (kHasMask) visible = mask_bits.at(m, half, part + n, e & 1);
-                else if constexpr (kHasKeyRanges)  // they are cut to window and lengths
-                  visible = (e & 1 ? Span{(int)ranges.z, (int)ranges.w} : Span{(int)ranges.x, (int)ranges.y}).holds(j);
-                else visible = queries_of(sequence, j).holds(i);
-                s = visible ? s : 0.f;
-                dp = visible ? dp : 0.f;
-                if constexpr (kHasSoftcap) derivative = visible ? derivative : 0.f;  // NaN of a hidden key times 0 is NaN
-              }
-              dbias_frag[e] = dp;
-              dp *= derivative;
+            for (int first = 0; first < kKeyFrags; first += kNeighbours) {
+              if (kDealsKeys && seen[first / kNeighbours]) visit_part(mask, Number<kNeighbours>{}, part, first);
+              else products.template store_no_ds<kNeighbours>(column_warp, first);
             }
-            if constexpr (kHasBias) {
-              if (dbias) add_fragment(dbias + (m * kQueryFrags + part + n) * 128, dbias_frag);
-            }
-          }
         }
-        // dV += P^T dO, dK += dS^T Q
-        products.add_part(dv_frag, dk_frag, s_frag, dp_frag, stage, column_warp, part * 8);
       }
     };
     if (masked) visit(Switch<true>{}), looked = true;
@@ -232,12 +252,13 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
 
     // dQ += dS K
     const int dq_m = warp_index() / kDqWarpsN * kDqRowFrags, dq_n = warp_index() % kDqWarpsN;
-    Span some_keys = {0, kBlockN};  // that some query sees: dS of the others is 0
+    Span some_keys = {0, kBlockN};  // that some query of this warp's sees: dS of the others is 0
     if constexpr (kSkips && kPartFrags < kQueryFrags) {
-      const Span any = keys_of_rows(sequence, block.m_block * kBlockM, kBlockM).any;
-      some_keys = {larger(any.begin - first_key, 0) / kMmaDepth * kMmaDepth, smaller(any.end - first_key, kBlockN)};
+      const Span any = keys_of_rows(sequence, block.m_block * kBlockM + dq_m * 16, kDqRowFrags * 16).any;
+      some_keys = {larger(any.begin - first_key, 0) / (2 * kMmaDepth) * (2 * kMmaDepth), smaller(any.end - first_key, kBlockN)};
     }
-    float* dq_accum = p.dq_accum + query_block_offset(p, sequence, head, block.m_block) * (kBlockM * kHeadDim);
+    float* const dq_accum = p.dq_accum + query_block_offset(p, sequence, head, block.m_block) * (kBlockM * kHeadDim);
+    float* const first_fragment = dq_accum + (dq_m * (kHeadDim / 8) + dq_n * 2) * 128;
 #pragma unroll 1
     for (int pair = 0; pair < kDqPairs; pair += kPassPairs) {
       float dq_frag[kDqRowFrags][kPassPairs * 2][4];
@@ -246,8 +267,8 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
       for (int m = 0; m < kDqRowFrags; ++m)
 #pragma unroll
         for (int n = 0; n < kPassPairs * 2; ++n) {
-          const int column = ((pair + (n >> 1)) * kDqWarpsN + dq_n) * 2 + (n & 1);
-          add_fragment(dq_accum + ((dq_m + m) * (kHeadDim / 8) + column) * 128, dq_frag[m][n]);
+          const int column = (pair + (n >> 1)) * kDqWarpsN * 2 + (n & 1);
+          add_fragment(first_fragment + (m * (kHeadDim / 8) + column) * 128, dq_frag[m][n]);
         }
     }
 
@@ -274,8 +295,8 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
     }
   }
   scale(dk_frag, p.softmax_scale);
-  store_accumulators<kSplit>(products.k_tile(), key_warp, share_of_warp(), dk_frag);
-  store_accumulators<kSplit>(products.v_tile(), key_warp, share_of_warp(), dv_frag);
+  store_accumulators<kSplit>(products.k_tile(), key_warp, share_of_warp(), dk_frag, kKeyStep);
+  store_accumulators<kSplit>(products.v_tile(), key_warp, share_of_warp(), dv_frag, kKeyStep);
   sync_block();  // dK and dV are in shared memory
   const int rows = sequence.k_rows - first_key;
   store_tile<kThreads>(products.k_tile(), dk_of(p, sequence, position.head).from(first_key), rows, p.head_dim, thread_index());

@@ -32,7 +32,7 @@ constexpr int part_frags(int wanted) {
   return fits || wanted == 2 ? wanted : part_frags(wanted / 2);
 }
 constexpr int kPartFrags = part_frags(8);
-constexpr int kPartsAtATime = kIsFp32 ? 1 : kQueryFrags / kPartFrags;
+constexpr int kPartsAtATime = kIsFp32 || kQueryFrags == kPartFrags ? 1 : 2;
 
 // dQ [kBlockM, kHeadDim] is dealt out to kDqWarpsM x kDqWarpsN warps: 32 rows each where the columns allow it, for then every
 // fragment of K read serves two products.
@@ -50,6 +50,11 @@ constexpr int dq_passes(int passes) {
 }
 constexpr int kDqPasses = dq_passes(1), kPassPairs = kDqPairs / kDqPasses;
 
+// kCount of the m-fragments of accumulators, from `first` on.
+template <int kCount, int kM, int kN> DEVICE float (&fragments_of(float (&acc)[kM][kN][4], int first))[kCount][kN][4] {
+  return (float(&)[kCount][kN][4])acc[first];
+}
+
 // Shared memory: K | V (later dK | dV) | Q stages | dO stages | dS^T | P^T (kSplit 2) | bias | statistics of the query block
 constexpr int kVOffset = KTile::kBytes, kQOffset = kVOffset + VTile::kBytes;
 constexpr int kDoutOffset = kQOffset + kNumStages * QTile::kBytes;
@@ -64,7 +69,14 @@ constexpr bool kMasks = kHasBounds || kHasMask;
 // By a window alone it is known beforehand which parts of a tile see nothing of each other.
 constexpr bool kSkips = kHasWindow && !kHasKeyRanges && !kHasMask && kSplit == 1 && !kIsFp32;
 
+// In tiles as long as wide, which an end of the window cuts from corner to corner, keys are then dealt out to the warps 16 at a time:
+// what is cut off is as much for every warp, and they wait for each other. In shorter tiles that saved nothing. Dropout draws for 32
+// neighbouring keys, and the gradient of a bias lies as KeysDown has it.
+constexpr bool kDealsKeys = kSkips && kKeyFrags > 1 && kBlockM >= kBlockN && !kHasDropout && !kHasBias;
+constexpr int kKeyStep = kDealsKeys ? 16 * kNumWarps : 16;  // from one fragment of a warp's keys to the next
+constexpr int kNeighbours = kDealsKeys ? 1 : kKeyFrags;     // of them without others' in between
+
 // This warp's first key of the tile and its first query, and its share of the columns of dK and dV.
-DEVICE int first_key_of_warp() { return warp_index() / kSplit * 16 * kKeyFrags; }
+DEVICE int first_key_of_warp() { return warp_index() / kSplit * 16 * kNeighbours; }
 DEVICE int share_of_warp() { return warp_index() % kSplit; }
 DEVICE int first_query_of_warp() { return share_of_warp() * kQueryFrags * 8; }

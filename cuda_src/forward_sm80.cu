@@ -208,7 +208,7 @@ template <Way kWay> DEVICE bool compute_block(const Params& p, u32 block) {
     u32 non_finite = 0;
     const auto take_out_of_v = [&] {
       if constexpr (kCareful) {
-        if (keys.need_mask(keys_of_tile(n)) || hidden)
+        if ((keys.need_mask(keys_of_tile(n)) || hidden) && holds_non_finite(v_smem(stage)))
           non_finite = take_out_non_finite<2 * kNFrags>(v_smem(stage), [&](int c) { return (c >> 1) * 8 + j_lane + (c & 1); });
       }
     };

@@ -172,13 +172,12 @@ DEVICE void apply_mask(float (&s_frag)[kM][kN][4], const Params& p, const Sequen
 
 // ---- NaN and Inf behind a mask ----
 
-// Whether one of the elements in a word is NaN or Inf: its exponent is all ones.
-DEVICE bool non_finite(u32 word) {
-  if constexpr (kIsFp32) return (~word & 0x7f800000u) == 0;
-  constexpr u32 kExponent = kIsBf16 ? 0x7f80 : 0x7c00;
-  return (~word & kExponent) == 0 || (~word & kExponent << 16) == 0;
+// Whether one of the elements in a chunk is NaN or Inf: its exponent is all ones, and one more carries into the sign.
+DEVICE bool non_finite(U32x4 chunk) {
+  constexpr u32 kOne = kIsFp32 ? 0x00800000 : kIsBf16 ? 0x00800080 : 0x04000400, kSigns = kIsFp32 ? 0x80000000 : 0x80008000;
+  const auto carried = [](u32 word) { return (word & (kSigns - kOne)) + kOne; };
+  return ((carried(chunk.x) | carried(chunk.y) | carried(chunk.z) | carried(chunk.w)) & kSigns) != 0;
 }
-DEVICE bool non_finite(U32x4 chunk) { return non_finite(chunk.x) || non_finite(chunk.y) || non_finite(chunk.z) || non_finite(chunk.w); }
 
 template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][4]) {
   float sum[4] = {};  // 0 while nothing but finite numbers is multiplied by 0
@@ -193,15 +192,22 @@ template <int kM, int kN> DEVICE bool any_non_finite(const float (&acc)[kM][kN][
 
 constexpr U32x4 kNaNs = {0x7fff7fff, 0x7fff7fff, 0x7fff7fff, 0x7fff7fff};  // in every dtype
 
+// Whether a tile holds NaN or Inf. All threads of the block, one barrier.
+template <class T> DEVICE bool holds_non_finite(T tile) {
+  bool found = false;
+  constexpr int kTotal = T::kBytes / 16;
+#pragma unroll 8
+  for (int first = 0; first < kTotal; first += kThreads) {
+    const int chunk = first + thread_index();
+    if (kTotal % kThreads == 0 || chunk < kTotal) found |= non_finite(ld_shared<U32x4>(tile.base + chunk * 16));
+  }
+  return sync_block_or(found);
+}
+
 // Zeroes every 16-byte chunk of the tile that holds NaN or Inf, for 0 * NaN is NaN. Returns bit c where something of row
-// row_of(c) was zeroed. All threads of the block; in the usual case one pass and one barrier.
+// row_of(c) was zeroed. All threads of the block.
 template <int kCount, class T, class RowOf> DEVICE u32 take_out_non_finite(T tile, const RowOf& row_of) {
   static_assert(kCount <= 32, "32 bits a thread");
-  bool found = false;
-#pragma unroll 4
-  for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads)
-    found |= non_finite(ld_shared<U32x4>(tile.address(copy / T::kChunks, copy % T::kChunks)));
-  if (!sync_block_or(found)) return 0;
   u32 bits = 0;
 #pragma unroll 1
   for (int c = 0; c < kCount; ++c)
@@ -210,10 +216,8 @@ template <int kCount, class T, class RowOf> DEVICE u32 take_out_non_finite(T til
       if (non_finite(ld_shared<U32x4>(tile.address(row_of(c), chunk)))) bits |= 1u << c;
   sync_block();  // everybody has looked before anything is zeroed
 #pragma unroll 1
-  for (int copy = thread_index(); copy < T::kRows * T::kChunks; copy += kThreads) {
-    const u32 address = tile.address(copy / T::kChunks, copy % T::kChunks);
-    if (non_finite(ld_shared<U32x4>(address))) st_shared(address, U32x4{0, 0, 0, 0});
-  }
+  for (int chunk = thread_index(); chunk < T::kBytes / 16; chunk += kThreads)
+    if (non_finite(ld_shared<U32x4>(tile.base + chunk * 16))) st_shared(tile.base + chunk * 16, U32x4{0, 0, 0, 0});
   sync_block();  // zeroed for all
   return bits;
 }

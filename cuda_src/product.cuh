@@ -7,9 +7,10 @@
 
 // Stored [m][k], for multiply_transposed.
 template <class T> DEVICE Window16<T> left_rows(T tile, int row) { return down_first(tile, row, 0); }
-template <class T, int kM> DEVICE void load_rows(u32 (&a_frag)[kM][4], Window16<T> rows, int k) {
+// From row `first` of the window on, `step` rows from one fragment to the next.
+template <class T, int kM> DEVICE void load_rows(u32 (&a_frag)[kM][4], Window16<T> rows, int k, int first = 0, int step = 16) {
 #pragma unroll
-  for (int m = 0; m < kM; ++m) ldmatrix_x4(a_frag[m], rows.at(m * 16, k * 2));
+  for (int m = 0; m < kM; ++m) ldmatrix_x4(a_frag[m], rows.at(first + m * step, k * 2));
 }
 
 // Stored [m][k], for multiply.

@@ -21,9 +21,12 @@ constexpr int kChunkElements = 16 / sizeof(Element);
 constexpr int kMmaDepth = 2 * kChunkElements;    // columns of A that one mma takes
 constexpr int kPairChunks = 16 / kChunkElements; // chunks in a pair of n-fragments, 16 columns
 
-// A compile-time flag as an argument.
+// A compile-time flag or number as an argument.
 template <bool kValue> struct Switch {
   static constexpr bool kOn = kValue;
+};
+template <int kNumber> struct Number {
+  static constexpr int kValue = kNumber;
 };
 
 template <int kRowCount, int kColumnCount, class E = Element> struct Tile {
@@ -119,24 +122,24 @@ template <class T> DEVICE void store_pair(T tile, int row, int fragment, const u
   if constexpr (kIsFp32) st_shared(tile.address(row, fragment * 2 + (t >> 1)) + (t & 1) * 8, U32x2{packed[0], packed[1]});
   else st_shared(tile.address(row, fragment) + t * 4, packed[0]);
 }
-// -> tile, from row `row` on. Pair j of n-fragments (16 columns) lands at column pair j * kPairStride + pair: column pairs may
-// be dealt out to kPairStride warps.
+// -> tile, from row `row` on, `step` rows from one m-fragment to the next. Pair j of n-fragments (16 columns) lands at column pair
+// j * kPairStride + pair: column pairs may be dealt out to kPairStride warps.
 template <int kPairStride = 1, class T, int kM, int kN>
-DEVICE void store_packed(T tile, int row, int pair, const u32 (&packed)[kM][kN][kPacked]) {
+DEVICE void store_packed(T tile, int row, int pair, const u32 (&packed)[kM][kN][kPacked], int step = 16) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        store_pair(tile, row + m * 16 + half * 8 + (lane_index() >> 2), ((n >> 1) * kPairStride + pair) * 2 + (n & 1),
+        store_pair(tile, row + m * step + half * 8 + (lane_index() >> 2), ((n >> 1) * kPairStride + pair) * 2 + (n & 1),
                    packed[m][n] + half * (kPacked / 2));
 }
 template <int kPairStride = 1, class T, int kM, int kN>
-DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM][kN][4]) {
+DEVICE void store_accumulators(T tile, int row, int pair, const float (&acc)[kM][kN][4], int step = 16) {
   u32 packed[kM][kN][kPacked];
   pack_accumulators(packed, acc);
-  store_packed<kPairStride>(tile, row, pair, packed);
+  store_packed<kPairStride>(tile, row, pair, packed, step);
 }
 
 // ---- accumulators -> fp32 in global memory, added ----

@@ -131,6 +131,10 @@ BACKWARD_ORDERED = backward(deterministic=True, window=(-1, 0))
 BACKWARD_SCORES = backward(softcap=4.0, features=("bias", "alibi", "sinks"))
 BACKWARD_MASK = backward(features=("mask", "key_ranges", "nan"))
 BACKWARD_PARTS = backward(window=(9, 5), head_dim=64, head_dim_v=64, tile=(64, 64))
+BACKWARD_DEALT = backward(
+    window=(9, 0), features=("nan_before",), head_dim=64, head_dim_v=64, num_warps=2, tile=(64, 64)
+)
+BACKWARD_DEALT_CAUSAL = replace(BACKWARD_DEALT, window=(-1, 0), features=frozenset())
 BACKWARD_RANGES = backward(features=("key_ranges",))
 BACKWARD_HIDDEN = backward(features=("key_ranges", "nan"), head_dim=72, head_dim_v=72)
 BACKWARD_LATE = backward(features=("key_ranges", "to_the_end"))
@@ -304,7 +308,7 @@ def inputs_of(case: Case) -> Inputs:
         keywords["cu_seqlens_k"] = torch.tensor([0, 30, 30 + case.seqlen_k], dtype=torch.int32)
         keywords["seqused_k"] = torch.tensor([23, case.seqlen_k], dtype=torch.int32)
     if "nan_before" in case.features:  # a window that begins behind it for all rows
-        v[:, 5] = math.nan
+        k[:, 5], v[:, 5] = math.nan, math.nan
     if "nan" in case.features:  # nobody sees key 40
         if "mask" in keywords:
             keywords["mask"] = keywords["mask"] & (torch.arange(case.seqlen_k) != 40)
@@ -555,7 +559,7 @@ BUGS = [
     Bug("backward_sm80.cu", "stale bias", "      if constexpr (kHasBias) {\n        if (blocks.contains(next)) load_next_bias(next);", "      if constexpr (kHasBias) {\n        if (blocks.contains(next)) load_next_bias(block);", "BACKWARD_BIAS_SPLIT"),
     Bug("backward_bias.cu", "past the end", "if (i < rows && j < keys)", "if (j < keys)", "BACKWARD_SCORES"),
     Bug("backward_bias.cu", "wrong key", "(e >> 1) * 8;", "(e >> 1) * 4;", "BACKWARD_SCORES"),
-    Bug("mask.cuh", "NaN let through", "(~word & kExponent) == 0 || ", "", "MASK"),
+    Bug("mask.cuh", "NaN let through", "carried(chunk.x) | ", "", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // everybody has looked", "// everybody has looked", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // zeroed", "// zeroed", "MASK"),
     Bug("mask.cuh", "dropped barrier", "sync_block();  // every warp's part", "// every warp's part", "RANGES"),
@@ -593,16 +597,27 @@ BUGS = [
     Bug("backward_sm80.cu", "dropped wait", "cp_async_wait<0>();\n    sync_block();  // Q", "sync_block();  // Q", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // Q, dO and", "// Q, dO and", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "!masked) sync_block();", "!masked) {}", "BACKWARD"),
-    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // K and V are", "// K and V are", "BACKWARD_HIDDEN"),
-    Bug("backward_sm80.cu", "stale dS", "products.store_no_ds(column_warp);", "", "BACKWARD_PARTS"),
-    Bug("backward_sm80.cu", "skipped keys", "(any.begin - first_key, 0) / kMmaDepth", "(any.begin - first_key, 0) / kMmaDepth + 1", "BACKWARD_PARTS"),
-    Bug("backward_sm80.cu", "skipped keys", "smaller(any.end - first_key, kBlockN)}", "smaller(any.end - first_key, kBlockN) - kMmaDepth}", "BACKWARD_PARTS"),
+    Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // K is", "// K is", "BACKWARD_HIDDEN"),
+    Bug("backward_sm80.cu", "dropped wait", "cp_async_wait<0>();  // and V", "// and V", "BACKWARD_HIDDEN"),
+    Bug("backward_sm80.cu", "stale dS", "else products.template store_no_ds<kNeighbours>(column_warp, first);", "", "BACKWARD_PARTS"),
+    Bug("backward_sm80.cu", "stale dS", "else products.template store_no_ds<kNeighbours>(column_warp, first);", "", "BACKWARD_DEALT"),
+    Bug("backward_sm80.cu", "wrong keys", "visit_part(mask, Number<kNeighbours>{}, part, first);", "visit_part(mask, Number<kNeighbours>{}, part, 0);", "BACKWARD_DEALT"),
+    Bug("backward_sm80.cu", "wrong keys", "(first + m) * kKeyStep + half * 8", "(first + m) * 16 + half * 8", "BACKWARD_DEALT"),
+    Bug("backward_sm80.cu", "skipped keys", "(kKeyFrags - 1) * kKeyStep + 16}", "(kKeyFrags - 1) * 16 + 16}", "BACKWARD_DEALT_CAUSAL"),
+    Bug("backward_sm80.cu", "skipped keys", "first_key + key_warp + first * kKeyStep;", "first_key + key_warp;", "BACKWARD_DEALT"),
+    Bug("backward_products.cuh", "wrong rows", "load_rows(a_frag, v_rows, k, first * kKeyStep, kKeyStep)", "load_rows(a_frag, v_rows, k, 0, kKeyStep)", "BACKWARD_DEALT"),
+    Bug("backward_products.cuh", "wrong sums", "fragments_of<kM>(dk_frag, first)", "fragments_of<kM>(dk_frag, 0)", "BACKWARD_DEALT"),
+    Bug("backward_products.cuh", "wrong rows", "key_warp + first * kKeyStep, column / 16, ds_packed", "key_warp, column / 16, ds_packed", "BACKWARD_DEALT"),
+    Bug("backward_sm80.cu", "skipped keys", "(any.begin - first_key, 0) / (2 * kMmaDepth)", "(any.begin - first_key, 0) / (2 * kMmaDepth) + 1", "BACKWARD_PARTS"),
+    Bug("backward_sm80.cu", "skipped keys", "smaller(any.end - first_key, kBlockN)}", "smaller(any.end - first_key, kBlockN) - 2 * kMmaDepth}", "BACKWARD_PARTS"),
+    Bug("backward_sm80.cu", "skipped keys", "kBlockM + dq_m * 16, kDqRowFrags * 16).any", "kBlockM, kDqRowFrags * 16).any", "BACKWARD_DEALT"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // P^T and", "// P^T and", "BACKWARD_SPLIT"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // nobody reads K", "// nobody reads K", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped barrier", "sync_block();  // dK and dV are", "// dK and dV are", "BACKWARD"),
     Bug("backward_sm80.cu", "dropped turn", "if constexpr (kDeterministic) blocks.await_turn(block);", "", "BACKWARD_ORDERED"),
     Bug("backward_sm80.cu", "wrong columns", "dq_m, pair * kDqWarpsN + dq_n, some_keys", "dq_m, dq_n, some_keys", "BACKWARD_LARGE"),
-    Bug("backward_sm80.cu", "wrong columns", "((pair + (n >> 1)) * kDqWarpsN + dq_n)", "((n >> 1) * kDqWarpsN + dq_n)", "BACKWARD_LARGE"),
+    Bug("backward_sm80.cu", "wrong columns", "column = (pair + (n >> 1)) *", "column = (n >> 1) *", "BACKWARD_LARGE"),
+    Bug("backward_sm80.cu", "wrong columns", "(dq_m * (kHeadDim / 8) + dq_n * 2) * 128", "dq_m * (kHeadDim / 8) * 128", "BACKWARD_LARGE"),
     Bug("query_blocks.cuh", "skipped block", "larger(any.begin, first_key) <", "larger(all.begin, first_key) <", "BACKWARD_RANGES"),
     Bug("query_blocks.cuh", "unmasked block", "masked || all.begin > first_key || all.end <", "masked || all.end <", "BACKWARD_LATE"),
     Bug("backward_delta.cu", "wrong hull", "any_end = larger(any_end, shfl_xor(any_end, lanes));", "", "BACKWARD_RANGES"),
@@ -618,7 +633,7 @@ BUGS = [
     Bug("backward_sm80.cu", "dropout of dp", "dp = kept * dp -", "dp = s * dp -", "BACKWARD_DROPOUT"),
     Bug("backward_sm80.cu", "masked NaN", "dp = visible ? dp : 0.f;", "", "BACKWARD_MASK"),
     Bug("backward_sm80.cu", "NaN let through", "if (!looked) found |= any_non_finite(s_frag);", "", "BACKWARD_MASK"),
-    Bug("backward_sm80.cu", "NaN let through", "for all\n      take_out();", "for all", "BACKWARD_HIDDEN"),
+    Bug("backward_sm80.cu", "NaN let through", "before it stores\n        take_out();", "before it stores", "BACKWARD_HIDDEN"),
     Bug("backward_sm80.cu", "swapped stage", "load_queries(next, stage ^ 1)", "load_queries(next, stage)", "BACKWARD"),
     Bug("backward_delta.cu", "missing dlogsumexp", "if (p.dlogsumexp) sum -=", "if (false) sum -=", "BACKWARD"),
     Bug("backward_delta.cu", "not zeroed", "i < kBlockM * kHeadDim; i +=", "i < kBlockM * kHeadDim / 2; i +=", "BACKWARD"),
@@ -650,7 +665,7 @@ BUGS = [
     Bug("product.cuh", "order of the contraction", "a_frag[m][half] = pair.x, a_frag[m][half + 2] = pair.y;", "a_frag[m][half] = pair.y, a_frag[m][half + 2] = pair.x;", "FP32_SPLIT_PARTS"),
     Bug("tile.cuh", "half a row", "fragment * 2 + (t >> 1)) + (t & 1) * 8", "fragment * 2) + (t & 1) * 8", "FP32"),
     Bug("tile.cuh", "no swizzle at all", "((row ^ row >> 2) & 1) << 2 | (row & 2) | (row >> 2 & 1)", "0", "FP32_PARTS"),
-    Bug("mask.cuh", "NaN let through", "(~word & 0x7f800000u) == 0", "false", "FP32_MASK"),
+    Bug("mask.cuh", "NaN let through", "kOne = kIsFp32 ? 0x00800000", "kOne = kIsFp32 ? 1", "FP32_MASK"),
     Bug("bias.cuh", "half a bias", "kIsFp32 || kWideBias", "kWideBias", "FP32_MASK"),
     Bug("half_pairs.cuh", "lost small parts", "each(low, a.low, b_high);", "", "FP32"),
     Bug("half_pairs.cuh", "lost small parts", "each(low, a.high, b_low);", "", "FP32"),
