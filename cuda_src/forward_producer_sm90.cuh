@@ -26,6 +26,17 @@ constexpr int kShortKeys = 1024, kShortTiles = kHeadDim > 128 ? 1 : 2;
 // instead of 633).
 constexpr int kClaimedAhead = 2;
 
+// Rows of V behind the last key hold other keys (of the next sequence, or not in use): p = 0 there, but 0 * NaN is not 0. By a warp.
+DEVICE void clear_rows(VTile v_smem, int first_row) {
+  constexpr int kChunks = 8 * VTile::kSlabs;
+  for (int copy = lane_index() + first_row * kChunks; copy < kBlockN * kChunks; copy += 32) {
+    const int row = copy / kChunks, chunk = copy % kChunks;
+    st_shared(v_smem.base + (chunk >> 3) * VTile::kSlabBytes + row * VTile::kPitch + (chunk & 7) * 16, U32x4{0, 0, 0, 0});
+  }
+  fence_proxy_async();  // written by stores and read by wgmma
+  sync_warp();          // by all lanes
+}
+
 DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
   const Params& p = params.common;
   const int rows = p.num_heads_q * (p.cu_seqlens_q ? 1 : p.batch);  // of m_blocks tiles each
@@ -70,7 +81,15 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
         bulk_load(v_smem.base, value_record(p, record), kValueBytes, rings.v.full());
       }
     } else {
-      if (elect()) v_smem.load(&params.v, rings.v.full(), k.row + n * kBlockN, k.head, k.batch);
+      const int keys = uniform(ld_shared<Work>(slot).sequence.k_length) - n * kBlockN;
+      const bool cut = (p.cu_seqlens_k || p.seqused_k) && keys < kBlockN;
+      if (elect()) v_smem.load(&params.v, cut ? rings.cut.full() : rings.v.full(), k.row + n * kBlockN, k.head, k.batch);
+      if (cut) {
+        rings.cut.wait_full();  // write after write: what the copy engine brought is there
+        rings.cut.advance();
+        clear_rows(v_smem, keys);
+        if (elect()) mbarrier_arrive(rings.v.full());
+      }
     }
     rings.v.advance();
   };
@@ -90,6 +109,7 @@ DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {
       break;
     }
     rings.work.wait_empty();  // every consumer has read what was there
+    sync_warp();              // write after read: so have all lanes here
     const u32 slot = smem.work(rings.work.stage());
     if (lane_index() == 0) st_shared(slot, work);
     if (lane_index() < kConsumers) {  // a lane for a consumer, none of which divides between two tiles

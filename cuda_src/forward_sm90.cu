@@ -37,18 +37,6 @@ constexpr int kUnsettledBlocks = 3;  // after the first; two: up to 1% slower, f
 // This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
 DEVICE int row_of_thread() { return (warp_index() & 3) * 16 + (lane_index() >> 2); }
 
-// Rows of V behind the last key hold other keys (of the next sequence, or not in use): p = 0 there, but 0 * NaN is not 0.
-DEVICE void clear_tail(VTile v_smem, int first_row) {
-  constexpr int kChunks = 8 * VTile::kSlabs;
-  for (int copy = thread_index() - 128 + first_row * kChunks; copy < kBlockN * kChunks; copy += kConsumers * 128) {
-    const int row = copy / kChunks, chunk = copy % kChunks;
-    const u32 address = v_smem.base + (chunk >> 3) * VTile::kSlabBytes + row * VTile::kPitch + (chunk & 7) * 16;
-    st_shared(address, U32x4{0, 0, 0, 0});
-  }
-  fence_proxy_async();
-  barrier_sync(kAllConsumers, kConsumers * 128);  // cleared for the wgmma of all
-}
-
 DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int consumer) {
   const Params& p = params.common;
   const u32 q_operand = smem.q(0).operand().low, k_operand = smem.k(0).operand().low, v_operand = smem.v(0).operand().low;
@@ -155,15 +143,6 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       else softmax.exponentiate(p_frag, s_frag, scale_log2);
       pin(p_frag);
     };
-    // V of block n, without what lies behind the last key.
-    const auto wait_values = [&](int n) {
-      rings.v.wait_full();
-      if (kIsE4m3 || !(p.cu_seqlens_k || p.seqused_k)) return;
-      const Work work = ld_shared<Work>(slot);
-      const int keys = work.sequence.k_length - n * kBlockN;
-      if (n == work.blocks.end - 1 && keys < kBlockN) clear_tail(smem.v(rings.v.stage()), keys);
-    };
-
     const Span blocks = uniform(ld_shared<Work>(slot).blocks);
     const OwnKeys keys = ld_shared<OwnKeys>(smem.own(rings.work.stage(), consumer));
     const Span own = uniform(keys.blocks), unmasked = uniform(keys.unmasked);
@@ -174,7 +153,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
         pass_turn();
       }
       rings.k.wait_full();
-      wait_values(n);
+      rings.v.wait_full();
       release_next(rings.k);
       release_next(rings.v);
     };
@@ -208,7 +187,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
         for (; kHasWindow && kSpeculates && n < own.end; ++n) step(n, true, true);  // else masked as the first blocks are
       }
       // O += P V of the last block; meanwhile what does not need O.
-      wait_values(n - 1);
+      rings.v.wait_full();
       const bool others_go_on = n < uniform(ld_shared<Work>(slot).blocks.end);
       if (others_go_on) take_turn();
       wgmma_fence();

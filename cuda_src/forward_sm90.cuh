@@ -49,7 +49,7 @@ static_assert(kQStages >= kConsumers, "Q of a whole tile");
 constexpr int kKOffset = kQStages * kQStageBytes, kVOffset = kKOffset + kNumStages * KTile::kBytes;
 constexpr int kQRing = kVOffset + kNumStages * VTile::kBytes, kKRing = kQRing + Ring<kQStages>::kBytes;
 constexpr int kVRing = kKRing + Ring<kNumStages>::kBytes, kWorkRing = kVRing + Ring<kNumStages>::kBytes;
-constexpr int kWorkOffset = (kWorkRing + Ring<2>::kBytes + 63) / 64 * 64;
+constexpr int kCutRing = kWorkRing + Ring<2>::kBytes, kWorkOffset = (kCutRing + Ring<1>::kBytes + 63) / 64 * 64;
 constexpr int kOwnOffset = kWorkOffset + 2 * sizeof(Work), kSharedMemory = kOwnOffset + 2 * kConsumers * sizeof(OwnKeys);
 
 // O += P V, V as its tile has it.
@@ -63,8 +63,7 @@ template <class V> DEVICE void issue_values(float (&o_frag)[kOutputs], const u32
 // but 16 bits, head dim 128, 611 and 621).
 constexpr bool kTakesTurns = kConsumers < 4 && !kIsE4m3;
 
-// Named barriers: one per consumer for its turn, one for all consumers.
-constexpr int kTurn = 1, kAllConsumers = kTurn + kConsumers;
+constexpr int kTurn = 1;  // named barriers, one per consumer
 
 struct Shared {
   u32 base;
@@ -81,12 +80,14 @@ struct Rings {
   Ring<kQStages> q;  // a tile takes kConsumers stages, in the order of the consumers
   Ring<kNumStages> k, v;
   Ring<2> work;
-  DEVICE explicit Rings(u32 base) : q(base + kQRing), k(base + kKRing), v(base + kVRing), work(base + kWorkRing) {}
+  Ring<1> cut;  // the producer's own: V of a last block, before what lies behind the last key is taken out
+  DEVICE explicit Rings(u32 base) : q(base + kQRing), k(base + kKRing), v(base + kVRing), work(base + kWorkRing), cut(base + kCutRing) {}
   DEVICE void init() const {
     q.init(1, 4);
     k.init(1, kConsumers * 4);
     v.init(1, kConsumers * 4);
     work.init(kConsumers, kConsumers * 128);
+    cut.init(1, 1);
     fence_mbarrier_init();
   }
 };

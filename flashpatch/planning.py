@@ -320,7 +320,7 @@ def shared_memory(config: Config) -> int:
         if dv <= d and two_tiles * max(q, out) <= room:  # out is stored from there
             q = max(q, out)
         q_stages = min(two_tiles, room // q)
-        rings = 16 * q_stages + 2 * 16 * stages + 32
+        rings = 16 * q_stages + 2 * 16 * stages + 32 + 16
         return q_stages * q + keys + -(-rings // 64) * 64 + 2 * (64 + 16 * (m // 64))
     if config.kernel in ("backward_sm90", "backward_wide_sm90"):
         tiles = 2 * 2 * 64 * slabs * (n + stages * m) + 2 * stages * n * m
