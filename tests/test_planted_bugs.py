@@ -53,7 +53,7 @@ class Case:
     huge_rows: bool = False  # rows of q so far apart that offsets need 64 bits
     features: frozenset[str] = field(
         default_factory=frozenset
-    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, nan_before, varlen, descales, uneven, far_apart, tiny
+    )  # of key_ranges, mask, bias, to_the_end, wide_bias, broadcast, alibi, sinks, nan, nan_before, nan_unused, varlen, descales, uneven, far_apart, tiny
 
     @property
     def config(self) -> Config:
@@ -167,6 +167,7 @@ HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_GROWING = hopper("forward_sm90", growing=1, seqlen_q=70, seqlen_k=448, heads=1)
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
 HOPPER_PACKED = replace(HOPPER_CAUSAL, features=frozenset(("varlen",)))
+HOPPER_UNUSED = replace(HOPPER_FORWARD, features=frozenset(("varlen", "nan_unused")))
 HOPPER_EIGHT = hopper(
     "forward_sm90",
     dtype=torch.float8_e4m3fn,
@@ -307,6 +308,8 @@ def inputs_of(case: Case) -> Inputs:
         keywords["cu_seqlens_q"] = torch.tensor([0, 20, 20 + case.seqlen_q], dtype=torch.int32)
         keywords["cu_seqlens_k"] = torch.tensor([0, 30, 30 + case.seqlen_k], dtype=torch.int32)
         keywords["seqused_k"] = torch.tensor([23, case.seqlen_k], dtype=torch.int32)
+    if "nan_unused" in case.features:
+        k[23:30], v[23:30] = math.nan, math.nan
     if "nan_before" in case.features:  # a window that begins behind it for all rows
         k[:, 5], v[:, 5] = math.nan, math.nan
     if "nan" in case.features:  # nobody sees key 40
@@ -709,6 +712,10 @@ BUGS = [
     Bug("forward_sm90.cu", "turn taken twice", "if (n != own.end || own.begin == own.end) {", "{", "HOPPER_SECTIONS"),
     Bug("forward_sm90.cu", "dropped turn", "if (others_go_on) pass_turn();", "", "HOPPER_CAUSAL"),
     Bug("forward_producer_sm90.cuh", "dropped barrier", "sync_warp();  // read after write", "// read after write", "HOPPER_FORWARD"),
+    Bug("forward_producer_sm90.cuh", "unwritten tail", "clear_rows(v_smem, keys);", "", "HOPPER_UNUSED"),
+    Bug("forward_producer_sm90.cuh", "dropped wait", "rings.cut.wait_full();", "", "HOPPER_PACKED"),
+    Bug("forward_producer_sm90.cuh", "lost proxy fence", "fence_proxy_async();  // written by stores", "// written by stores", "HOPPER_PACKED"),
+    Bug("forward_producer_sm90.cuh", "dropped barrier", "sync_warp();          // by all lanes", "// by all lanes", "HOPPER_PACKED"),
     Bug("forward_producer_sm90.cuh", "keys of another warpgroup", "first = work.first_row + lane_index() * 64;", "first = work.first_row;", "HOPPER_CAUSAL"),
     Bug("forward_producer_sm90.cuh", "wrong first row", "kBlockM - s.q_length) / 64 * 64 : 0;", "kBlockM - s.q_length) / 64 * 64 + 64 : 0;", "HOPPER_CAUSAL"),
     Bug("forward_sm90.cu", "rows before the first", "if (first_row >= 0 && elect()) store_rows(", "if (elect()) store_rows(", "HOPPER_PACKED"),
