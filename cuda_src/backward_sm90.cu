@@ -153,7 +153,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
       staged = previous;
     };
 
-    // S_j is under way, its logsumexp loaded; nothing is left in flight.
+    // S_j is under way, its logsumexp loaded; afterwards nothing is in flight.
     bool dout_is_there = false;
     const auto compute_p = [&] {
       const int stage = step & 1;

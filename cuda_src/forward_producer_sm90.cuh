@@ -20,7 +20,8 @@ constexpr i64 kL2Bytes = (kIsE4m3 && kHeadDim > 128 ? 16 : 32) << 20;
 // find K and V in L2 (512 tokens, causal, head dim 128: 340 TFLOP/s, as many as fit 318; head dim 256: one 383, two 334).
 constexpr int kShortKeys = 1024, kShortTiles = kHeadDim > 128 ? 1 : 2;
 
-// The next tile is claimed, and its Q asked for, when this many blocks of a tile are still to be loaded: Q comes from memory, and
+// The next tile is claimed, and its Q asked for, when this many blocks of a tile (of a short one: one) are still to be loaded: Q comes
+// from memory, and
 // consumers that are done with a tile have nothing else to do (one or three instead: within 2%). Claimed when its predecessor
 // began, a tile, which may be long, would wait while other CTAs run out of work (causal, head dim 256, 2048 tokens: 616 TFLOP/s
 // instead of 633).

@@ -1,7 +1,7 @@
 // Who sees whom: the keys a row sees (window, lengths, key_ranges, boolean mask), the key blocks a query block visits and
 // which of them need a mask at all, and the same from the side of a key block.
 //
-// What a masked key can do to a result, exactly:
+// What a masked key can do to a result, exactly (the Hopper kernels say what differs there):
 // - Its score is set to -inf by select, never by adding, so NaN in K or in the bias is gone; p and dS are selected to 0 likewise.
 // - Keys from k_length on, and in the forward keys outside the hull of what a block's rows see, are never read.
 // - Other masked keys lie in the same tile as visible ones, and 0 * NaN is NaN: in tiles that need a mask the forward takes

@@ -8,7 +8,8 @@
 // Records: [query blocks][num_heads_q] with batch * m_blocks query blocks, or those of packed_sm90.cuh.
 //
 // Params.dkv_accum, where several CTAs share the query heads of a key head, is one record for every block of kBlockN keys that a
-// sequence has, per key head: kBlockN * kHeadDim floats of dk (scaled), as many of dv, both in the order of dq.
+// sequence has, per key head: kBlockN * kHeadDim floats of dk (scaled), as many of dv: [tiles of 64 keys][4 warps]
+// [kHeadDim / 8][32 lanes][4].
 #pragma once
 #include "packed_sm90.cuh"
 #include "tile.cuh"
