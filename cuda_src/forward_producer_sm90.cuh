@@ -21,10 +21,9 @@ constexpr i64 kL2Bytes = (kIsE4m3 && kHeadDim > 128 ? 16 : 32) << 20;
 constexpr int kShortKeys = 1024, kShortTiles = kHeadDim > 128 ? 1 : 2;
 
 // The next tile is claimed, and its Q asked for, when this many blocks of a tile (of a short one: one) are still to be loaded: Q comes
-// from memory, and
-// consumers that are done with a tile have nothing else to do (one or three instead: within 2%). Claimed when its predecessor
-// began, a tile, which may be long, would wait while other CTAs run out of work (causal, head dim 256, 2048 tokens: 616 TFLOP/s
-// instead of 633).
+// from memory, and consumers that are done with a tile have nothing else to do (one or three instead: within 2%). Claimed when its
+// predecessor began, a tile, which may be long, would wait while other CTAs run out of work (causal, head dim 256, 2048 tokens:
+// 616 TFLOP/s instead of 633).
 constexpr int kClaimedAhead = 2;
 
 // Rows of V behind the last key hold other keys (of the next sequence, or not in use): p = 0 there, but 0 * NaN is not 0. By a warp.
@@ -35,7 +34,7 @@ DEVICE void clear_rows(VTile v_smem, int first_row) {
     st_shared(v_smem.base + (chunk >> 3) * VTile::kSlabBytes + row * VTile::kPitch + (chunk & 7) * 16, U32x4{0, 0, 0, 0});
   }
   fence_proxy_async();  // written by stores and read by wgmma
-  sync_warp();          // by all lanes
+  sync_warp();          // by all lanes, before one arrives for the consumers
 }
 
 DEVICE void produce(const ParamsSm90& params, Shared smem, Rings rings) {

@@ -5,9 +5,9 @@
 // tile, first one first, it issues
 //     S_n = Q K_n^T   and   O += P_{n-1} V_{n-1}
 // together, and does the softmax of S_n while the products of the other warpgroups keep the tensor cores busy. Warpgroups
-// issue in turns (kTakesTurns). A wgmma holds up its own warps until it has nearly run (measured: four of 64 clocks take 275 to issue), so
-// a warpgroup's own product hides little of its softmax: three of 64 rows beat two with longer blocks of keys. P V in pieces
-// under the exponentials of one warpgroup, tried instead: 5 to 10% slower.
+// issue in turns (kTakesTurns). A wgmma holds up its own warps until it has nearly run (measured: four of 64 clocks take 275 to
+// issue), so a warpgroup's own product hides little of its softmax: three of 64 rows beat two with longer blocks of keys. P V in
+// pieces under the exponentials of one warpgroup, tried instead: 5 to 10% slower.
 //
 // A tile's ends, where warpgroups work at the same things, are short: the producer says which keys each sees, the row sums are finished
 // under the last product, and where Q of two tiles fits, that of the next is there before it begins and the copy engine stores O. Where
@@ -25,8 +25,8 @@
 #include "recompute_sm90.cuh"
 
 // Maxima move in a tile's first blocks. Past them P is computed before anybody has looked for a larger score, which takes
-// registers for S beside P (an older build's TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head dim 128
-// 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
+// registers for S beside P (an older build's TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head
+// dim 128 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
 // exponentials in groups, sums and packing a group behind, were no faster.
 // In 8 bits it is 7 to 17% slower. There one exponential of four from products (a polynomial) instead of the unit for them is 1 to
 // 14% slower; exponentials in S while P V runs are 4 to 7% faster with two consumers at head dims 128 and 192, not with three

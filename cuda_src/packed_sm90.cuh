@@ -35,8 +35,8 @@ DEVICE Position query_block_of(const Params& p, u32 index) {
 // ---- rows of one sequence by TMA ----
 
 // By these maps (out's, and all of the backward) rows that are not of the sequence never enter shared memory, whatever they hold
-// (another sequence, a stale cache, NaN), and are
-// never stored: the tensor map cuts a tile off at the sequence's end; a load fills up with zeros. Padded batches end where the map does. For
+// (another sequence, a stale cache, NaN), and are never stored: the tensor map cuts a tile off at the sequence's end; a load fills up
+// with zeros. Padded batches end where the map does. For
 // packed rows and for seqused_k the map (head_dim, x, heads, y, z) has row strides in x and y, 2^30 rows in x, and such a stride in z that
 // z = 2^30 takes 2^30 rows back: x = 2^30 - length + row, y = start + length is row `row`, and beyond `length` x is outside.
 constexpr int kRaggedRows = 1 << 30;

@@ -29,9 +29,8 @@ class Where(NamedTuple):
 
     product: int = 0  # which of its batched products is that of q and k
     masks: bool = False  # its model's masks may be MaskSpecs: they are built by transformers' masking functions
-    unless: str = (
-        ""  # a field of the configuration with which they may not: the model adds to them, by its implementation's name
-    )
+    # A field of a module's configuration with which they may not: the model adds to its masks, by its implementation's name.
+    unless: str = ""
 
 
 # "package.Class" under transformers.models -> where. Every row is compared with eager in tests/test_inlined.py.
@@ -303,5 +302,7 @@ def _weights_wanted(module, args, kwargs) -> bool:
 
 def masks_by_name(model) -> bool:
     """Whether all attention a model reads its masks into takes MaskSpecs, so that its masks may be built by our name."""
-    rows = [row for module in model.modules() if (row := where(type(module))) is not None]
-    return bool(rows) and all(row.masks and not (row.unless and getattr(model.config, row.unless)) for row in rows)
+    read = [(row, module) for module in model.modules() if (row := where(type(module))) is not None]
+    return bool(read) and all(
+        row.masks and not (row.unless and getattr(module.config, row.unless)) for row, module in read
+    )

@@ -18,16 +18,8 @@ class Shapes:
     """Counts of sequences, rows and blocks of one call under one Config."""
 
     __slots__ = (
-        "batch",
-        "group",
-        "m_blocks",
-        "n_blocks",
-        "rows_of_blocks",
-        "split_heads",
-        "splits",
-        "total_k",
-        "total_q",
-    )
+        "batch", "group", "m_blocks", "n_blocks", "rows_of_blocks", "split_heads", "splits", "total_k", "total_q",
+    )  # fmt: skip
 
     def __init__(self, config: Config, q, k, call: Call):
         self.group = q.shape[-2] // max(k.shape[-2], 1)

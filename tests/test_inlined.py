@@ -11,6 +11,7 @@ import model_inputs
 import pytest
 import shrinking
 import torch
+import transformers
 
 import flashpatch
 from flashpatch import counting, enabling, inlined, model_runs, model_verification, patcher, tagging
@@ -101,6 +102,26 @@ def test_a_model_computes_what_it_computed_before():
                     assert not patched or all(row.dispatched for row in patch.report.rows), name
         torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
     assert {"falcon", "sam_vision_model"} <= loaded
+
+
+def test_a_field_is_looked_for_where_the_module_has_its_configuration():
+    inner, inputs = small("falcon")
+
+    class Outer(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig  # which has no such field
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.inner = inner
+
+        def forward(self, **keywords):
+            return self.inner(**keywords)
+
+    model = Outer(transformers.PretrainedConfig())
+    expected = model_runs.main_output(model(**inputs))[1]
+    with patcher.apply(model) as patch:
+        torch.testing.assert_close(model_runs.main_output(model(**inputs))[1], expected, rtol=1e-4, atol=1e-4)
+        assert patch.report.dispatched == TYPES["falcon"][1]
 
 
 def test_every_class_that_is_read_is_compared_here():

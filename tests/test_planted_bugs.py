@@ -715,7 +715,7 @@ BUGS = [
     Bug("forward_producer_sm90.cuh", "unwritten tail", "clear_rows(v_smem, keys);", "", "HOPPER_UNUSED"),
     Bug("forward_producer_sm90.cuh", "dropped wait", "rings.cut.wait_full();", "", "HOPPER_PACKED"),
     Bug("forward_producer_sm90.cuh", "lost proxy fence", "fence_proxy_async();  // written by stores", "// written by stores", "HOPPER_PACKED"),
-    Bug("forward_producer_sm90.cuh", "dropped barrier", "sync_warp();          // by all lanes", "// by all lanes", "HOPPER_PACKED"),
+    Bug("forward_producer_sm90.cuh", "dropped barrier", "sync_warp();          // by all lanes, before", "// by all lanes, before", "HOPPER_PACKED"),
     Bug("forward_producer_sm90.cuh", "keys of another warpgroup", "first = work.first_row + lane_index() * 64;", "first = work.first_row;", "HOPPER_CAUSAL"),
     Bug("forward_producer_sm90.cuh", "wrong first row", "kBlockM - s.q_length) / 64 * 64 : 0;", "kBlockM - s.q_length) / 64 * 64 + 64 : 0;", "HOPPER_CAUSAL"),
     Bug("forward_sm90.cu", "rows before the first", "if (first_row >= 0 && elect()) store_rows(", "if (elect()) store_rows(", "HOPPER_PACKED"),
