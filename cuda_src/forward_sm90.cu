@@ -31,7 +31,7 @@
 // In 8 bits it is 7 to 17% slower. There one exponential of four from products (a polynomial) instead of the unit for them is 1 to
 // 14% slower; exponentials in S while P V runs are 4 to 7% faster with two consumers at head dims 128 and 192, not with three
 // consumers, causal or at 256.
-constexpr bool kSpeculates = kHeadDim <= 128 && !kTransformsScores && !kIsE4m3;
+constexpr bool kSpeculates = kHeadDim <= 128 && !kHasSoftcap && !kIsE4m3;
 constexpr int kUnsettledBlocks = 3;  // after the first; two: up to 1% slower, four: no faster
 
 // This thread's first row of the accumulators, of the 64 of its warpgroup; the second is 8 below.
@@ -56,7 +56,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
   const auto pass_turn = [&] {
     if (kTakesTurns) barrier_arrive(kTurn + (consumer + 1) % kConsumers, 256);
   };
-  float scale_log2 = kTransformsScores ? 1.f : p.softmax_scale * kLog2e;
+  float scale_log2 = kHasSoftcap ? 1.f : p.softmax_scale * kLog2e;
   if (consumer == kConsumers - 1) pass_turn();  // the first turn is that of consumer 0
 
   for (rings.q.position = consumer;; rings.q.position += kConsumers, rings.work.advance()) {
@@ -64,7 +64,7 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     const u32 slot = smem.work(rings.work.stage());
     if (uniform(ld_shared<Work>(slot).head) < 0) break;
     const Operand q{q_operand + rings.q.stage() * (kQStageBytes >> 4)};
-    if constexpr (kIsE4m3 && !kTransformsScores)
+    if constexpr (kIsE4m3 && !kHasSoftcap)
       scale_log2 = score_scale(p, ld_shared<Work>(slot).sequence.batch, ld_shared<Work>(slot).head) * kLog2e;
 
     if (kStagesOut && rings.work.position > 0 && elect()) {  // O of the tile before has made room for another Q
@@ -79,21 +79,25 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
     for (int i = 0; i < kOutputs; ++i) o_frag[i] = 0.f;
 
     // What is rarely needed is read from `slot` when it is: the main loop has no registers to spare.
-    const auto score = [&](float (&s_frag)[kScores], int n, bool masked) {
-      if (!kTransformsScores && !masked) return;
+    const auto cap_of_block = [&](float (&s_frag)[kScores]) {
+      if constexpr (kHasSoftcap) {
+        const Work work = ld_shared<Work>(slot);
+        return bounded_cap_of(s_frag, scores_of(p, work.sequence, work.head));
+      } else {
+        return NoCap{};
+      }
+    };
+    const auto mask = [&](float (&s_frag)[kScores], int n) {
       const Work work = ld_shared<Work>(slot);
       const int i = work.first_row + consumer * 64 + row_of_thread(), j = n * kBlockN + (lane_index() & 3) * 2;
       const Sequence& s = work.sequence;
-      if constexpr (kTransformsScores) transform<kHeadDim <= 128>(fragments(s_frag), s, scores_of(p, s, work.head), i, j);
-      if (!masked) return;
       Span columns[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const Span keys = keys_of(p, s, smaller(i + half * 8, s.q_length - 1));
         columns[half] = {keys.begin - j, keys.end - j};
       }
-      if (kHasWindow && p.window_left >= 0) hide<true>(s_frag, columns);
-      else hide<false>(s_frag, columns);
+      hide(s_frag, columns);
     };
 
     const auto issue_scores = [&](float (&s_frag)[kScores]) {
@@ -114,9 +118,10 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       wgmma_wait<0>();
       pin(s_frag);
       release_next(rings.k);
-      score(s_frag, n, masked);
-      softmax.grow(factor, s_frag, scale_log2);
-      softmax.exponentiate(p_frag, s_frag, scale_log2);
+      const auto cap = cap_of_block(s_frag);
+      if (masked) mask(s_frag, n);
+      softmax.grow(factor, s_frag, scale_log2, cap);
+      softmax.exponentiate(p_frag, s_frag, scale_log2, cap);
       pin(p_frag);  // written before the next product's fence
     };
     // S_n = Q K_n^T, O += P V of block n - 1, P = softmax of S_n.
@@ -130,17 +135,18 @@ DEVICE void consume(const ParamsSm90& params, Shared smem, Rings rings, int cons
       issue_scores(s_frag);
       issue_output();
       pass_turn();
-      wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P
+      wgmma_wait<1>();
       pin(s_frag);
       release_next(rings.k);
-      score(s_frag, n, masked);
-      const bool grew = !speculative && softmax.grow(factor, s_frag, scale_log2);
+      const auto cap = cap_of_block(s_frag);
+      if (masked) mask(s_frag, n);
+      const bool grew = !speculative && softmax.grow(factor, s_frag, scale_log2, cap);
       wgmma_wait<0>();
       pin(o_frag);
       release_next(rings.v);
       if (grew) scale_rows(o_frag, factor);
-      if (speculative) softmax.speculate(p_frag, s_frag, o_frag, scale_log2);
-      else softmax.exponentiate(p_frag, s_frag, scale_log2);
+      if (speculative) softmax.speculate(p_frag, s_frag, o_frag, scale_log2, cap);
+      else softmax.exponentiate(p_frag, s_frag, scale_log2, cap);
       pin(p_frag);
     };
     const Span blocks = uniform(ld_shared<Work>(slot).blocks);

@@ -39,10 +39,6 @@ template <int kRegisters> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// One store of 16 bytes, which the compiler does not make of words that were loaded long before.
-DEVICE void st_global_16(U32x4* pointer, U32x4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
 DEVICE u32 atomic_add_global(u32* pointer, u32 value) { return atomicAdd(pointer, value); }
 
 // ---- named barriers of `threads` threads; 0 is sync_block's ----
@@ -82,7 +78,6 @@ DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cl
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- TMA: one thread moves a box; a load completes `bytes` on an mbarrier, a store belongs to a bulk group ----
-DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 DEVICE void tma_load_4d(u32 destination, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];"
                ::"r"(destination), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
@@ -90,10 +85,6 @@ DEVICE void tma_load_4d(u32 destination, const TensorMap* map, u32 barrier, int 
 DEVICE void tma_load_5d(u32 destination, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], [%2];"
                ::"r"(destination), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
-}
-DEVICE void tma_store_4d(const TensorMap* map, u32 source, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
-               ::"l"(map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 DEVICE void tma_store_5d(const TensorMap* map, u32 source, int c0, int c1, int c2, int c3, int c4) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];"
@@ -122,10 +113,6 @@ DEVICE void stmatrix_x4(u32 address, const u32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
-DEVICE void stmatrix_x4_trans(u32 address, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
-               ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
 
 // ---- wgmma: d [64 x N] (+)= a [64 x 16] b [16 x N] by a warpgroup, asynchronous until wgmma_wait ----
 // Accumulators of thread (warp w, lane 4 g + t): d[4 j + e] is row 16 w + g + 8 (e / 2), column 8 j + 2 t + e % 2: the C
@@ -138,9 +125,10 @@ template <int kPending> DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 // After a wait: the compiler must not read accumulators before this point. No instruction.
+DEVICE void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 template <int kCount> DEVICE void pin(float (&registers)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+  for (int i = 0; i < kCount; ++i) pin(registers[i]);
 }
 template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
 #pragma unroll

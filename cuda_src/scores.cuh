@@ -22,6 +22,7 @@ struct Scores {
   float tanh_log2;         // softmax_scale / softcap * 2 log2(e): the argument of tanh, as exp2 takes it
   float softcap_log2;      // softcap * log2(e)
   float slope_log2;        // ALiBi slope * log2(e)
+  DEVICE float argument() const { return tanh_log2 * (kLn2 / 2.f); }  // of tanh, a q.k
 };
 
 DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
@@ -73,10 +74,15 @@ struct Cap {
   DEVICE float minus(float x, float, float offset) const { return x * factor(x) - offset; }
 };
 
+DEVICE Cap small_cap_of(const Scores& scores) {
+  const float argument = scores.argument(), square = argument * argument, first = scores.softcap_log2 * argument;
+  return {first * kTanh1, first * square * kTanh3, first * square * square * kTanh5};
+}
+constexpr Cap kScoresThemselves = {1.f, 0.f, 1e-30f};
+
 // The Cap that makes scores in base 2 of a warp's q.k. Where one is too large for it, all are replaced by their scores, which the
 // Cap returned leaves as they are.
 template <int kM, int kN> DEVICE Cap cap_of(float (&s_frag)[kM][kN][4], const Scores& scores) {
-  const float argument = scores.tanh_log2 * (kLn2 / 2.f), square = argument * argument, first = scores.softcap_log2 * argument;
   float largest = 0.f;  // of the sums of four: one maximum in four
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -86,14 +92,14 @@ template <int kM, int kN> DEVICE Cap cap_of(float (&s_frag)[kM][kN][4], const Sc
       for (int e = 0; e < 4; e += 2)
         largest = maximum(largest, (fabsf(s_frag[m][n][e]) + fabsf(s_frag[m][n][e + 1])) +
                                        (fabsf(s_frag[m][n + 1][e]) + fabsf(s_frag[m][n + 1][e + 1])));
-  if (!kIsFp32 && vote_all(largest * argument <= kSmallTanh)) return {first * kTanh1, first * square * kTanh3, first * square * square * kTanh5};
+  if (!kIsFp32 && vote_all(largest * scores.argument() <= kSmallTanh)) return small_cap_of(scores);
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s_frag[m][n][e] = scores.softcap_log2 * tanh_of(s_frag[m][n][e] * scores.tanh_log2);
-  return {1.f, 0.f, 1e-30f};
+  return kScoresThemselves;
 }
 
 // Scores of C fragments [16 kM queries x 8 kN keys] in place; (i, j) is this thread's first element. bias_of(m, half, n) is the
@@ -118,23 +124,4 @@ DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Score
           if constexpr (kHasBias) score += (e ? bias.y : bias.x) * kLog2e;
         }
       }
-}
-
-// The same without a bias. Without kMayBeSmall tanh is never the polynomial, whose code takes registers.
-template <bool kMayBeSmall, int kM, int kN>
-DEVICE void transform(float (&s_frag)[kM][kN][4], const Sequence& s, const Scores& scores, int i, int j) {
-  if constexpr (kMayBeSmall) {
-    transform(s_frag, s, scores, i, j, [](int, int, int) { return F32x2{0.f, 0.f}; });
-  } else {
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float derivative;
-          float& score = s_frag[m][n][e];
-          score = score_log2(s, scores, score, 0.f, i + m * 16 + (e >> 1) * 8, j + n * 8 + (e & 1), derivative);
-        }
-  }
 }

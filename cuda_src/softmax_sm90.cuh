@@ -14,7 +14,7 @@
 #pragma once
 #include "mask.cuh"
 #include "ptx_sm90.cuh"
-#include "softmax.cuh"
+#include "scores.cuh"
 
 constexpr float kMostShare = 0.5f;
 constexpr float kTopP = kIsE4m3 ? 256.f : 1.f, kTopLog2 = kIsE4m3 ? 8.f : 0.f;  // p of the maximum
@@ -26,6 +26,28 @@ constexpr float kLowest = -3.4028234e38f;  // no maximum yet; finite, so that -i
 template <int kCount> DEVICE void scale_rows(float (&acc)[kCount], const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= factor[i >> 1 & 1];
+}
+
+// A soft cap on its way into the exponent, and what no score of this thread's two rows is above.
+struct BoundedCap : Cap {
+  float bound[2];
+};
+// By a warp. Where q.k is too large for the polynomial, all become scores, as by cap_of. (Here one maximum a score: it is the bound, too.)
+template <int kCount> DEVICE BoundedCap bounded_cap_of(float (&s_frag)[kCount], const Scores& scores) {
+  float largest[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) largest[i & 3] = maximum(largest[i & 3], fabsf(s_frag[i]));
+  const float rows[2] = {maximum(largest[0], largest[1]), maximum(largest[2], largest[3])};
+  if (vote_all(maximum(rows[0], rows[1]) * scores.argument() <= kSmallTanh)) {
+    const Cap cap = small_cap_of(scores);
+    return {cap, {cap.of(rows[0]), cap.of(rows[1])}};
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    s_frag[i] = scores.softcap_log2 * tanh_of(s_frag[i] * scores.tanh_log2);
+    pin(s_frag[i]);  // one after the other: side by side they take registers from the main loop
+  }
+  return {kScoresThemselves, {scores.softcap_log2, scores.softcap_log2}};
 }
 
 struct LaggingSoftmax {
@@ -49,13 +71,15 @@ struct LaggingSoftmax {
     for (int half = 0; half < 2; ++half) limit[half] = row_max[half] + log2_approx(largest_p(half));
   }
 
-  // New maxima where scores s * scale_log2 ask for them. True (for the whole warp): O must be multiplied by `factor`.
-  template <int kCount> DEVICE bool grow(float (&factor)[2], const float (&s_frag)[kCount], float scale_log2) {
+  // New maxima where scores, cap.of(s) * scale_log2, ask for them. True (for the whole warp): O must be multiplied by `factor`.
+  template <int kCount, class C> DEVICE bool grow(float (&factor)[2], const float (&s_frag)[kCount], float scale_log2, const C& cap) {
+    if constexpr (kHasSoftcap)
+      if (!vote_any(cap.bound[0] > limit[0] || cap.bound[1] > limit[1])) return false;
     float largest[4] = {s_frag[0], s_frag[1], s_frag[2], s_frag[3]};
 #pragma unroll
     for (int i = 4; i < kCount; ++i) largest[i & 3] = maximum(largest[i & 3], s_frag[i]);
-    const float tile_max[2] = {maximum(largest[0], largest[1]) * scale_log2,
-                               maximum(largest[2], largest[3]) * scale_log2};
+    const float tile_max[2] = {cap.of(maximum(largest[0], largest[1])) * scale_log2,
+                               cap.of(maximum(largest[2], largest[3])) * scale_log2};
     if (!vote_any(tile_max[0] > limit[0] || tile_max[1] > limit[1])) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -69,8 +93,8 @@ struct LaggingSoftmax {
   }
 
   // S -> P, the A operand of the next product.
-  template <int kCount>
-  DEVICE void exponentiate(u32 (&p_frag)[kCount / kInRegister], const float (&s_frag)[kCount], float scale_log2) {
+  template <int kCount, class C>
+  DEVICE void exponentiate(u32 (&p_frag)[kCount / kInRegister], const float (&s_frag)[kCount], float scale_log2, const C& cap) {
     if constexpr (kIsE4m3) {
 #pragma unroll
       for (int i = 0; i < kCount; i += 8)  // the keys of a row in two fragments, see values_sm90.cuh
@@ -78,7 +102,7 @@ struct LaggingSoftmax {
         for (int half = 0; half < 2; ++half) {
           float p[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) p[e] = exp2_approx(s_frag[i + e / 2 * 4 + half * 2 + e % 2] * scale_log2 - row_max[half]);
+          for (int e = 0; e < 4; ++e) p[e] = exp2_approx(cap.minus(s_frag[i + e / 2 * 4 + half * 2 + e % 2], scale_log2, row_max[half]));
           row_sum[half] += (p[0] + p[1]) + (p[2] + p[3]);
           p_frag[i / 4 + half] = pack_e4m3(p[0], p[1], p[2], p[3]);
         }
@@ -86,8 +110,8 @@ struct LaggingSoftmax {
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
         const int half = i >> 1 & 1;
-        const float even = exp2_approx(s_frag[i] * scale_log2 - row_max[half]);
-        const float odd = exp2_approx(s_frag[i + 1] * scale_log2 - row_max[half]);
+        const float even = exp2_approx(cap.minus(s_frag[i], scale_log2, row_max[half]));
+        const float odd = exp2_approx(cap.minus(s_frag[i + 1], scale_log2, row_max[half]));
         row_sum[half] += even;
         row_sum[half] += odd;
         p_frag[i / 2] = pack<kIsBf16>(even, odd);
@@ -97,11 +121,12 @@ struct LaggingSoftmax {
 
   // The same without a look at the scores before: none of them asks for a new maximum if all of their p together do not.
   // Where they do (rarely, past the first blocks), grow() decides, O is multiplied here, and P computed again.
-  template <int kCount, int kOutputs>
-  DEVICE void speculate(u32 (&p_frag)[kCount / kInRegister], float (&s_frag)[kCount], float (&o_frag)[kOutputs], float scale_log2) {
+  template <int kCount, int kOutputs, class C>
+  DEVICE void speculate(u32 (&p_frag)[kCount / kInRegister], float (&s_frag)[kCount], float (&o_frag)[kOutputs], float scale_log2,
+                        const C& cap) {
     const float before[2] = {row_sum[0], row_sum[1]};
     const float allowed[2] = {row_sum[0] + largest_p(0), row_sum[1] + largest_p(1)};
-    exponentiate(p_frag, s_frag, scale_log2);
+    exponentiate(p_frag, s_frag, scale_log2, cap);
     const bool stays = row_sum[0] <= allowed[0] && row_sum[1] <= allowed[1];  // not where a sum is NaN
     if (!vote_any(!stays)) return;
     const float after[2] = {row_sum[0], row_sum[1]};
@@ -109,9 +134,9 @@ struct LaggingSoftmax {
     row_sum[0] = before[0], row_sum[1] = before[1];
     set_limit();
     pin(s_frag);  // no product with the scale is kept from above
-    if (grow(factor, s_frag, scale_log2)) {
+    if (grow(factor, s_frag, scale_log2, cap)) {
       scale_rows(o_frag, factor);
-      exponentiate(p_frag, s_frag, scale_log2);
+      exponentiate(p_frag, s_frag, scale_log2, cap);
     } else {
       row_sum[0] = after[0], row_sum[1] = after[1];
     }
@@ -144,12 +169,23 @@ template <int kCount> DEVICE void all_finite(bool (&finite)[2], const float (&ac
   finite[0] = zero[0] + zero[1] == 0.f, finite[1] = zero[2] + zero[3] == 0.f;
 }
 
-// Scores of keys outside a row's span -> -inf. Spans count from this thread's first column. Causal rows have no begin.
-template <bool kHasBegin, int kCount> DEVICE void hide(float (&s_frag)[kCount], const Span (&columns)[2]) {
+// A thread has two neighbours of every eight columns of a row. Bit c: its c-th key from the `first` on is one of the first `count` columns.
+DEVICE u32 keys_before(int count, int first) {
+  const int keys = (count >> 3) * 2 + smaller(count & 7, 2) - first;
+  return keys >= 32 ? ~0u : (1u << larger(keys, 0)) - 1;
+}
+// Scores of keys outside a row's span -> -inf. Spans count from this thread's first column. Bits become predicates eight at a time,
+// which two comparisons a score would be (head dim 64, a window of 1024, 4096 tokens: 386 TFLOP/s instead of 368).
+template <int kCount> DEVICE void hide(float (&s_frag)[kCount], const Span (&columns)[2]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int half = i >> 1 & 1, column = i / 4 * 8 + (i & 1);
-    const bool visible = column < columns[half].end && (!kHasBegin || column >= columns[half].begin);
-    s_frag[i] = visible ? s_frag[i] : negative_infinity();
-  }
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int first = 0; first < kCount / 2; first += 32) {
+      const u32 visible = keys_before(columns[half].end, first) & ~keys_before(columns[half].begin, first);
+#pragma unroll
+      for (int c = first; c < first + 32 && c < kCount / 2; ++c) {
+        float& score = s_frag[c / 2 * 4 + half * 2 + c % 2];
+        score = visible >> (c - first) & 1 ? score : negative_infinity();
+      }
+    }
 }

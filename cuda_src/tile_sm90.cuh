@@ -102,12 +102,6 @@ template <int kStages> struct Ring {
 
 // ---- accumulators ----
 
-// The accumulators of one warpgroup product as the 16 x 8 fragments of tile.cuh.
-template <int kCount> using Fragments = float[1][kCount / 4][4];
-template <int kCount> DEVICE Fragments<kCount>& fragments(float (&acc)[kCount]) {
-  return reinterpret_cast<Fragments<kCount>&>(acc);
-}
-
 // Among the four lanes of a quad: lane t gets what lanes 0..3 have in r[t].
 DEVICE void transpose_quad(u32 (&r)[4]) {
   const bool odd = lane_index() & 1, upper = lane_index() & 2;

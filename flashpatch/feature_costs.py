@@ -20,7 +20,7 @@ from .call import Call
 from .problem import DIRECTIONS, Plan
 
 PEERS = {"sdpa_efficient": "SDPA efficient", "flex": "FlexAttention", "eager": "eager"}
-ROUNDS = 20  # the standard error of a cost is 0.3% in 25 rounds
+ROUNDS = 20
 PEER_ROUNDS = 5  # of peers less is asked: they are several times slower, or faster
 
 
@@ -34,7 +34,7 @@ class Cost:
     head_dim: Annotated[int, "of q and k"]
     milliseconds: Annotated[float | None, "median over rounds"] = None
     tflops: Annotated[float | None, "TFLOP/s, counting the scores that are visible"] = None
-    cost: Annotated[float | None, "time per visible score over the plain kernel's in the same round, median"] = None
+    cost: Annotated[float | None, "time per visible score over the plain kernel's, timed beside it, median"] = None
     error: Annotated[str, "why it did not run; empty if it did"] = ""
 
 
@@ -202,8 +202,8 @@ def measure(
 ) -> CostReport:
     """Time every kernel with every feature it has, the variants of a head dim in random order in each round.
 
-    A cost is the median of ratios of two samples of one round (standard error 0.3% where the ratio of two medians had 0.5%):
-    the card's clock drifts from round to round.
+    A cost is the median of ratios of two samples, one right after the other, the plain kernel's first in every other round: the
+    card's clock depends on what ran just before, and drifts.
     Eager attention, which keeps the score matrix, and FlexAttention, which is compiled for every feature (minutes), are
     timed once, on their own. Raises RuntimeError without a CUDA device. `advance(done, total)` is called after each head dim.
     """
@@ -219,7 +219,9 @@ def measure(
 
 def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds, device) -> list[Cost]:
     costs, runs = [], {}
+    plain: dict[tuple[str, str], int] = {}  # number in costs, by kernel and direction
     samples: dict[int, list[float]] = {}  # milliseconds, by number in costs
+    ratios: dict[int, list[float]] = {}  # over the plain kernel's beside it
     flops: dict[int, float] = {}
     heads = width // head_dim
     tensors = [torch.randn(batch, seqlen, heads, head_dim, device=device, dtype=dtype) for _ in range(3)]
@@ -234,8 +236,10 @@ def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds,
                         continue
                     run()
                     torch.cuda.synchronize(device)
-                    samples[len(costs)] = []
+                    samples[len(costs)], ratios[len(costs)] = [], []
                     flops[len(costs)] = setting.flops(direction)
+                    if feature == "plain":
+                        plain[kernel, direction] = len(costs)
                     if kernel in ("eager", "flex"):
                         samples[len(costs)].append(benchmarking.milliseconds(run, device, 15.0))
                     else:
@@ -247,17 +251,21 @@ def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds,
         order = [n for n in runs if number_of_round < PEER_ROUNDS or costs[n].kernel not in PEERS]
         random.shuffle(order)
         for number in order:
-            samples[number].append(benchmarking.milliseconds(runs[number], device, 15.0))
-    samples = {number: times for number, times in samples.items() if times}
-    plain = {(costs[n].kernel, costs[n].direction): n for n in samples if costs[n].feature == "plain"}
+            own = plain.get((costs[number].kernel, costs[number].direction), number)
+            pair = (own, number) if number_of_round % 2 else (number, own)
+            times = {n: benchmarking.milliseconds(runs[n], device, 15.0) for n in dict.fromkeys(pair)}
+            samples[number].append(times[number])
+            ratios[number].append(times[number] / times[own])
     for number, times in samples.items():
+        if not times:
+            continue
         cost = costs[number]
         cost.milliseconds = statistics.median(times)
         cost.tflops = flops[number] / cost.milliseconds / 1e9
         own = plain.get((cost.kernel, cost.direction))
         if own is not None:
-            ratios = [time / plain_time for time, plain_time in zip(times, samples[own], strict=True)]
-            cost.cost = statistics.median(ratios) * flops[own] / flops[number]
+            ratio = statistics.median(ratios[number] or [cost.milliseconds / costs[own].milliseconds])
+            cost.cost = ratio * flops[own] / flops[number]
     return costs
 
 

@@ -166,6 +166,9 @@ FP32_SPLIT_PARTS = backward(dtype=torch.float32, num_warps=4, head_dim=64, head_
 HOPPER_FORWARD = hopper("forward_sm90")
 HOPPER_GROWING = hopper("forward_sm90", growing=1, seqlen_q=70, seqlen_k=448, heads=1)
 HOPPER_CAUSAL = hopper("forward_sm90", window=(-1, 0))
+HOPPER_WINDOW = hopper("forward_sm90", window=(70, 3))
+HOPPER_CAPPED = hopper("forward_sm90", softcap=4.0, low=True)
+HOPPER_LITTLE_CAPPED = replace(HOPPER_GROWING, softcap=500.0, dtype=torch.float16)
 HOPPER_PACKED = replace(HOPPER_CAUSAL, features=frozenset(("varlen",)))
 HOPPER_UNUSED = replace(HOPPER_FORWARD, features=frozenset(("varlen", "nan_unused")))
 HOPPER_EIGHT = hopper(
@@ -699,11 +702,15 @@ BUGS = [
     Bug("backward_products.cuh", "wrong rows", "pair_down_first(q_pair(stage), row)", "pair_down_first(q_pair(stage), 0)", "FP32_WIDE"),
     # Hopper
     Bug("forward_sm90.cu", "dropped wait", "rings.v.wait_full();\n      take_turn();", "take_turn();", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<kTransformsScores ? 0 : 1>();", "", "HOPPER_FORWARD"),
-    Bug("forward_sm90.cu", "early release", "wgmma_wait<kTransformsScores ? 0 : 1>();  // softcap needs the registers of P\n      pin(s_frag);\n      release_next(rings.k);", "release_next(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "dropped wait", "wgmma_wait<1>();", "", "HOPPER_FORWARD"),
+    Bug("forward_sm90.cu", "early release", "wgmma_wait<1>();\n      pin(s_frag);\n      release_next(rings.k);", "release_next(rings.k);\n      wgmma_wait<1>();\n      pin(s_frag);", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "missing rescale", "if (grew) scale_rows(o_frag, factor);", "", "HOPPER_FORWARD"),
     Bug("softmax_sm90.cuh", "missing rescale", "scale_rows(o_frag, factor);", "", "HOPPER_GROWING"),
     Bug("softmax_sm90.cuh", "maximum that stays too long", "if (!vote_any(!stays)) return;", "return;", "HOPPER_GROWING"),
+    Bug("softmax_sm90.cuh", "maximum that stays too long", "cap.bound[0] > limit[0] || cap.bound[1] > limit[1]", "cap.bound[0] < limit[0]", "HOPPER_LITTLE_CAPPED"),
+    Bug("softmax_sm90.cuh", "sign forgotten", "maximum(largest[i & 3], fabsf(s_frag[i]));", "maximum(largest[i & 3], s_frag[i]);", "HOPPER_CAPPED"),
+    Bug("softmax_sm90.cuh", "off by one, end", "smaller(count & 7, 2) - first;", "smaller(count & 7, 1) - first;", "HOPPER_CAUSAL"),
+    Bug("softmax_sm90.cuh", "off by one, begin", "~keys_before(columns[half].begin, first)", "~keys_before(columns[half].begin + 1, first)", "HOPPER_WINDOW"),
     Bug("forward_sm90.cu", "dropped barrier", "sync_block();  // nobody waits", "// nobody waits", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "dropped barrier", "sync_warp();          // of all lanes", "// of all lanes", "HOPPER_FORWARD"),
     Bug("forward_sm90.cu", "lost proxy fence", "fence_proxy_async();  // ordinary stores", "// ordinary stores", "HOPPER_FORWARD"),

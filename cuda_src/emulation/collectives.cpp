@@ -181,9 +181,8 @@ struct StmatrixArguments {
   u32 address;
 };
 
-template <bool kTransposed>
 void run_stmatrix(void* const (&arguments)[kLanes], Site site) {
-  const char* name = kTransposed ? "stmatrix_x4_trans" : "stmatrix_x4";
+  const char* name = "stmatrix_x4";
   const u16 index = count(name, site);
   u16 matrices[4][8][8];
   u32 addresses[kLanes];
@@ -191,8 +190,8 @@ void run_stmatrix(void* const (&arguments)[kLanes], Site site) {
     const u32* r = static_cast<const StmatrixArguments*>(arguments[lane])->r;
     const u32 g = lane / 4, p = lane % 4 * 2;
     for (u32 m = 0; m < 4; ++m) {
-      (kTransposed ? matrices[m][p][g] : matrices[m][g][p]) = static_cast<u16>(r[m]);
-      (kTransposed ? matrices[m][p + 1][g] : matrices[m][g][p + 1]) = static_cast<u16>(r[m] >> 16);
+      matrices[m][g][p] = static_cast<u16>(r[m]);
+      matrices[m][g][p + 1] = static_cast<u16>(r[m] >> 16);
     }
   }
   Thread* running = machine.running;
@@ -226,8 +225,7 @@ const Collective kShflXor{"shfl_xor", run_shfl};
 const Collective kVote{"vote", run_vote};
 const Collective kShflIndex{"shfl", run_shfl_index};
 const Collective kElect{"elect", run_elect};
-const Collective kStmatrix{"stmatrix_x4", run_stmatrix<false>};
-const Collective kStmatrixTrans{"stmatrix_x4_trans", run_stmatrix<true>};
+const Collective kStmatrix{"stmatrix_x4", run_stmatrix};
 const Collective kMeet{"setmaxnreg", run_nothing};
 const Collective kSyncWarp{"sync_warp", run_sync_warp};
 
@@ -281,9 +279,9 @@ bool elect(Site site) {
   return elected != 0;
 }
 
-void stmatrix(u32 address, const u32 (&r)[4], bool transposed, Site site) {
+void stmatrix(u32 address, const u32 (&r)[4], Site site) {
   StmatrixArguments arguments{r, address};
-  rendezvous(transposed ? kStmatrixTrans : kStmatrix, &arguments, site);
+  rendezvous(kStmatrix, &arguments, site);
 }
 
 u32 grid_size() { return machine.grid; }

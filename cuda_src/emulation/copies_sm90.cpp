@@ -190,9 +190,9 @@ void tma_load(u32 destination, const void* map, u32 barrier, u32 rank, const int
   start(std::move(copy));
 }
 
-void tma_store(const void* map, u32 source, u32 rank, const int (&coordinates)[5], Site site) {
-  const char* instruction = rank == 4 ? "tma_store_4d" : "tma_store_5d";
-  start(box_copy(instruction, Direction::kStore, fields_of(instruction, map, rank, site), source, coordinates, site));
+void tma_store(const void* map, u32 source, const int (&coordinates)[5], Site site) {
+  const char* instruction = "tma_store_5d";
+  start(box_copy(instruction, Direction::kStore, fields_of(instruction, map, 5, site), source, coordinates, site));
 }
 
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, Site site) {

@@ -33,13 +33,13 @@ void fence_proxy_async(Site site);
 
 // ---- the copy engine: nothing arrives before somebody has to wait for it ----
 void tma_load(u32 destination, const void* map, u32 barrier, u32 rank, const int (&coordinates)[5], Site site);
-void tma_store(const void* map, u32 source, u32 rank, const int (&coordinates)[5], Site site);
+void tma_store(const void* map, u32 source, const int (&coordinates)[5], Site site);
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
 void bulk_reduce_add_f32(float* destination, u32 source, u32 bytes, Site site);
 void bulk_commit(Site site);
 void bulk_wait(u32 pending, Site site);
 
-void stmatrix(u32 address, const u32 (&r)[4], bool transposed, Site site);
+void stmatrix(u32 address, const u32 (&r)[4], Site site);
 
 // ---- wgmma: accumulators are NaN from the issue to the wait that covers it ----
 enum class WgmmaType : u8 { kFp16, kBf16, kE4m3 };

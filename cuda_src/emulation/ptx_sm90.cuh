@@ -59,18 +59,14 @@ DEVICE void fence_mbarrier_init(SITE) { emulation::fence_mbarrier_init(site); }
 DEVICE void fence_proxy_async(SITE) { emulation::fence_proxy_async(site); }
 
 // ---- TMA and bulk copies ----
-DEVICE void tma_prefetch(const TensorMap*) {}
 DEVICE void tma_load_4d(u32 destination, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, SITE) {
   emulation::tma_load(destination, map, barrier, 4, {c0, c1, c2, c3, 0}, site);
 }
 DEVICE void tma_load_5d(u32 destination, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4, SITE) {
   emulation::tma_load(destination, map, barrier, 5, {c0, c1, c2, c3, c4}, site);
 }
-DEVICE void tma_store_4d(const TensorMap* map, u32 source, int c0, int c1, int c2, int c3, SITE) {
-  emulation::tma_store(map, source, 4, {c0, c1, c2, c3, 0}, site);
-}
 DEVICE void tma_store_5d(const TensorMap* map, u32 source, int c0, int c1, int c2, int c3, int c4, SITE) {
-  emulation::tma_store(map, source, 5, {c0, c1, c2, c3, c4}, site);
+  emulation::tma_store(map, source, {c0, c1, c2, c3, c4}, site);
 }
 DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, SITE) {
   emulation::bulk_load(destination, source, bytes, barrier, site);
@@ -82,17 +78,16 @@ DEVICE void bulk_commit(SITE) { emulation::bulk_commit(site); }
 template <int kPending> DEVICE void bulk_wait_read(SITE) { emulation::bulk_wait(kPending, site); }
 template <int kPending> DEVICE void bulk_wait(SITE) { emulation::bulk_wait(kPending, site); }
 
-DEVICE void stmatrix_x4(u32 address, const u32 (&r)[4], SITE) { emulation::stmatrix(address, r, false, site); }
-DEVICE void stmatrix_x4_trans(u32 address, const u32 (&r)[4], SITE) { emulation::stmatrix(address, r, true, site); }
+DEVICE void stmatrix_x4(u32 address, const u32 (&r)[4], SITE) { emulation::stmatrix(address, r, site); }
 
 // ---- wgmma ----
 DEVICE void wgmma_fence(SITE) { emulation::wgmma_fence(site); }
 DEVICE void wgmma_commit(SITE) { emulation::wgmma_commit(site); }
 template <int kPending> DEVICE void wgmma_wait(SITE) { emulation::wgmma_wait(kPending, site); }
 // Holds back an optimiser that does not know wgmma; here the wait is a call like any other.
+DEVICE void pin(float&) {}
 template <int kCount> DEVICE void pin(float (&)[kCount]) {}
 template <int kCount> DEVICE void pin(u32 (&)[kCount]) {}
-DEVICE void st_global_16(U32x4* pointer, U32x4 v) { st_global(pointer, v); }
 
 template <int N, bool kIsBf16, bool kTransA, bool kTransB>
 DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, bool accumulate, SITE) {
