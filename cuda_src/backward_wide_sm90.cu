@@ -72,21 +72,27 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
       wgmma_fence();
       issue_transposed_multiply<kDqColumns, ScoreTile, KeyTile>(dq_frag, ds_smem(step - 1 & 1).operand(), k_columns);
     };
+    // Deterministic: a turn is passed one addition late, when its sums have long been in memory and nobody waits for them to be; but before
+    // the next one is waited for, and at the end of the tile, so that a turn that is held holds nobody up for ever.
+    constexpr u32 kNone = ~0u;
+    u32 held = kNone;                                                   // the record of that turn
+    const auto pass_held_turn = [&](const auto& then) {
+      barrier_sync(1 + warpgroup, 128);                                 // everybody's sums come before the turn is passed
+      if (warp != 0 || lane != 0) return;
+      if (held != kNone) pass_turn(p, held);
+      then();
+    };
     const auto add_dq = [&](const float (&dq_frag)[kDqColumns / 2]) {
       arrive(smem.barrier(kDsEmpty, step - 1 & 1));
       if constexpr (kDeterministic) {
-        if (warp == 0 && lane == 0) await_turn(p, previous, kAddersPerBlock * turns_before(sequence, task.n_block, previous_m));
+        pass_held_turn([&] { await_turn(p, previous, kAddersPerBlock * turns_before(sequence, task.n_block, previous_m)); });
         barrier_sync(1 + warpgroup, 128);                               // our turn has come, for all threads
+        held = previous;
       }
       float* dq = dq_sums(p, previous) + warp * kWarpDqFloats + column / 8 * 128 + lane * 4;
 #pragma unroll
       for (int i = 0; i < kDqColumns / 8; ++i)
         red_add_global(dq + i * 128, F32x4{dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2], dq_frag[4 * i + 3]});
-      if constexpr (kDeterministic) {
-        fence_global();                                                 // this thread's sums are in memory
-        barrier_sync(1 + warpgroup, 128);                               // everybody's
-        if (warp == 0 && lane == 0) pass_turn(p, previous);
-      }
     };
     // gradient += A B, dQ of the step before ahead of it where it is due: the sums leave while this product runs.
     const auto multiply = [&](const u32 (&a_frag)[kBlockM / 4], Operand b) {
@@ -107,12 +113,14 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
       previous_m = walk.m_block;
     };
     const auto last_dq = [&] {
-      if (!dq_is_due()) return;
-      float dq_frag[kDqColumns / 2];
-      issue_dq(dq_frag);
-      wgmma_wait<0>();
-      pin(dq_frag);
-      add_dq(dq_frag);
+      if (dq_is_due()) {
+        float dq_frag[kDqColumns / 2];
+        issue_dq(dq_frag);
+        wgmma_wait<0>();
+        pin(dq_frag);
+        add_dq(dq_frag);
+      }
+      if constexpr (kDeterministic) pass_held_turn([] {});
     };
 
     if (warpgroup == 0) {

@@ -60,8 +60,10 @@ template <class V> DEVICE void issue_values(float (&o_frag)[kOutputs], const u32
 
 // Turns keep warpgroups apart where products are what takes time. Where exponentials do, they cost more than they give (TFLOP/s
 // without and with: head dim 64, four consumers, full, 512 tokens, 451 and 441; causal, 2048 tokens, 8 bits, head dim 64, 468 and 452,
-// but 16 bits, head dim 128, 611 and 621).
-constexpr bool kTakesTurns = kConsumers < 4 && !kIsE4m3;
+// but 16 bits, head dim 128, 611 and 621). Nor do three warpgroups need them that are a block apart by what they see (head dim 128, a
+// window of 1024: 526 and 505; causal, 512, 2048, 16384 tokens: 335 572 749 and 329 568 750).
+constexpr bool kBlockApart = kHasWindow && kConsumers == 3 && kBlockN == 64;
+constexpr bool kTakesTurns = kConsumers < 4 && !kIsE4m3 && !kBlockApart;
 
 constexpr int kTurn = 1;  // named barriers, one per consumer
 

@@ -310,10 +310,13 @@ def _kernel_run(s: _Setting, direction: str, plan: Plan) -> Callable:
 
 
 def table(report: dict, family: str = "sm80") -> str:
-    """A CostReport as JSON holds it, as a Markdown table of one family: cost forward / backward by head dim."""
+    """A CostReport as JSON holds it, as a Markdown table of one family's features: cost forward / backward by head dim."""
     figures: dict[str, dict[tuple[int, str, str], dict]] = {}
+    own = {f"{direction}_{family}" for direction in DIRECTIONS}
+    features = {cost["feature"] for cost in report["costs"] if cost["kernel"] in own}
     for cost in report["costs"]:
-        figures.setdefault(cost["feature"], {})[cost["head_dim"], cost["direction"], cost["kernel"]] = cost
+        if cost["feature"] in features:
+            figures.setdefault(cost["feature"], {})[cost["head_dim"], cost["direction"], cost["kernel"]] = cost
     head_dims = sorted({cost["head_dim"] for cost in report["costs"]})
 
     def cell(row: dict, head_dim: int, key: str, digits: int) -> str:

@@ -180,8 +180,24 @@ def test_feature_table_is_what_was_measured():
     from flashpatch import feature_costs
 
     report = json.loads((ROOT / "tests" / "evidence" / "h200_features.json").read_text())
-    table = README.split("<!-- features:begin -->\n")[1].split("\n<!-- features:end -->")[0]
-    assert table == feature_costs.table(report)
+    for marker, family in (("features", "sm80"), ("hopper_features", "sm90")):
+        table = README.split(f"<!-- {marker}:begin -->\n")[1].split(f"\n<!-- {marker}:end -->")[0]
+        assert table == feature_costs.table(report, family)
+
+
+def test_no_feature_costs_more_than_a_fourth_in_the_family_that_has_all():
+    """Dense masks and biases aside, which are beside what SDPA has for them."""
+    report = json.loads((ROOT / "tests" / "evidence" / "h200_features.json").read_text())
+    costs = {(c["feature"], c["direction"], c["kernel"], c["head_dim"]): c for c in report["costs"]}
+    dense = ("mask", "bias", "wide_bias", "bias of heads, with gradient")
+    for (feature, direction, kernel, head_dim), cost in costs.items():
+        if not kernel.endswith("_sm80"):
+            continue
+        peer = costs.get((feature, direction, "sdpa_efficient", head_dim))
+        if feature not in dense:
+            assert cost["cost"] <= 1.25, (feature, kernel, head_dim)
+        elif peer and peer["tflops"]:
+            assert cost["tflops"] >= 1.5 * peer["tflops"], (feature, kernel, head_dim)
 
 
 def test_fp32_tables_are_what_was_measured():
