@@ -27,7 +27,7 @@
 // Maxima move in a tile's first blocks. Past them P is computed before anybody has looked for a larger score, which takes
 // registers for S beside P (an older build's TFLOP/s at 16384 tokens, full / causal: head dim 64 612 / 561 instead of 535 / 539, head
 // dim 128 729 / 701 instead of 711 / 687; no gain at 256). What a thread computes is slow while products run, whatever its order:
-// exponentials in groups, sums and packing a group behind, were no faster.
+// exponentials in groups, sums and packing a group behind, were no faster. With a soft cap bounded_cap_of has looked already.
 // In 8 bits it is 7 to 17% slower. There one exponential of four from products (a polynomial) instead of the unit for them is 1 to
 // 14% slower; exponentials in S while P V runs are 4 to 7% faster with two consumers at head dims 128 and 192, not with three
 // consumers, causal or at 256.
