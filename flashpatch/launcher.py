@@ -46,12 +46,12 @@ def unavailable(backend: str) -> Reason | None:
 
 
 def forward(plan: Plan, q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """One forward of a Plan. Raises compiler.CompileError if the kernel cannot be built or loaded here."""
+    """One forward of a Plan. Raises problem.BuildFailure if the kernel cannot be built or loaded here."""
     return Forward(plan, q, k, v, call).run(q, k, v, call)
 
 
 def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
-    """One backward of a Plan. Raises compiler.CompileError if a kernel cannot be built or loaded here."""
+    """One backward of a Plan. Raises problem.BuildFailure if a kernel cannot be built or loaded here."""
     return Backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
 
 

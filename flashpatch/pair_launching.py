@@ -24,7 +24,7 @@ _WANTED, _EMULATED_MULTIPROCESSORS = 2, 3
 def reduce(plan: PairPlan, x, y, bias) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, indices) [batch, rows, k] of a plan's reduction; x [batch, rows, dim], y [batch, columns, dim], columns > 0.
 
-    Raises compiler.CompileError if the kernel cannot be built or loaded here.
+    Raises problem.BuildFailure if the kernel cannot be built or loaded here.
     """
     launch = _Launch(plan, x, y, plan.problem.k)
     kernel = plan.problem.kernel

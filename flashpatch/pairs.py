@@ -12,10 +12,9 @@ import torch
 
 from . import batching, execution, launcher, pair_fallback, pair_launching, pair_planning
 from .arguments import is_finite, is_integer, not_dense
-from .compiler import CompileError
 from .counting import layers, record_decline, register_layer, switched_on
 from .pair_planning import COSTS, GRADIENT, REDUCTIONS, PairPlan, PairProblem
-from .problem import Decline, DeclinedError, Reason
+from .problem import BuildFailure, Decline, DeclinedError, Reason
 
 
 class Smallest(NamedTuple):
@@ -241,7 +240,7 @@ def _run(decision: PairPlan | Decline, launch, compute, strict: bool):
             result = launch(decision)
             layers[_layer].launched(decision)
             return result
-        except CompileError as error:
+        except BuildFailure as error:
             _failures[decision.config, decision.device] = error.reason
             decision = Decline(decision.problem, (error.reason,))
     if strict or switched_on("FLASHPATCH_STRICT"):

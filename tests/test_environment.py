@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import flashpatch
-from flashpatch import compiler, emulator, environment, execution, planning
+from flashpatch import compiler, emulator, environment, execution, pairs, planning
 from flashpatch.problem import DeclinedError, Problem
 
 H200 = planning.device_for((9, 0), "NVIDIA H200")
@@ -334,3 +334,9 @@ def test_a_kernel_that_does_not_build_for_the_cpu_is_a_decline(monkeypatch):
         with pytest.raises(DeclinedError, match="compile_failed: forward_sm80 does not compile"):
             flashpatch.attention(q, q, q)
     assert len(attempts) == 1
+    monkeypatch.setattr(pairs, "_failures", {})
+    x = torch.zeros(1, 8, 3)
+    for _ in range(2):
+        with pytest.raises(DeclinedError, match="compile_failed: forward_sm80 does not compile"):
+            flashpatch.pairwise(x, x, reduce="min")
+    assert len(attempts) == 2
