@@ -88,7 +88,7 @@ def record_decline(layer: int, reason: Reason) -> None:
         warnings.warn(
             f"flashpatch: {layers[layer].name} runs exactly but without a kernel ({reason.code}: {reason.text}); "
             "counted in flashpatch.stats(), FLASHPATCH_STRICT=1 makes this an error",
-            stacklevel=_callers_level(),
+            stacklevel=callers_level(),
         )
 
 
@@ -96,7 +96,7 @@ def record_decline(layer: int, reason: Reason) -> None:
 _LIBRARIES = ("", "flashpatch", "torch", "transformers", "contextlib", "functools")
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """How far up the stack the code is that called the model or the operator: where a warning is of use.
 
     A backward on a GPU runs in a thread of torch's own, which nobody called: then the outermost frame.

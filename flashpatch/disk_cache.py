@@ -15,8 +15,11 @@ import shutil
 import stat
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+from . import counting
 
 VARIABLE = "FLASHPATCH_CACHE_DIR"
 
@@ -94,9 +97,10 @@ def temporary_folder() -> Path:
 def content(place: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
     """The content of an entry, made by `make()` and stored if it is missing or damaged.
 
-    No folder, or a full or read-only disk, costs the caching, not the result.
+    No folder, or a full or read-only disk, costs the caching, not the result; no folder is said once.
     """
     if place is None:
+        _warn_of_no_folder()
         return make()
     found = _read(place / name)
     if found is None:
@@ -108,6 +112,8 @@ def content(place: Path | None, name: str, make: Callable[[], bytes]) -> bytes:
 
 def file(place: Path | None, name: str, make: Callable[[], bytes]) -> Path:
     """The same for what is loaded by its path: in a temporary folder where it cannot be kept."""
+    if place is None:
+        _warn_of_no_folder()
     path = (place or temporary_folder()) / name
     if _read(path) is None:
         made = make()
@@ -117,6 +123,12 @@ def file(place: Path | None, name: str, make: Callable[[], bytes]) -> Path:
             path = temporary_folder() / name
             _write(path, made)
     return path
+
+
+@functools.cache
+def _warn_of_no_folder() -> None:
+    text = f"flashpatch: every process compiles its kernels anew, they cannot be kept: {fault()}"
+    warnings.warn(f"{text}; type: export {VARIABLE}=/a/folder/of/yours", stacklevel=counting.callers_level())
 
 
 def _read(path: Path) -> bytes | None:

@@ -71,6 +71,18 @@ def test_a_folder_that_others_can_rename_in_is_refused_with_words(named, mode):
 
 
 @posix
+def test_no_folder_is_said_once(named):
+    folder = named(0o777)
+    disk_cache._warn_of_no_folder.cache_clear()
+    with pytest.warns(UserWarning) as warned:
+        for _ in range(2):
+            assert disk_cache.content(disk_cache.folder(), "entry", lambda: b"content") == b"content"
+    (warning,) = warned
+    assert str(folder) in str(warning.message) and "export FLASHPATCH_CACHE_DIR=" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@posix
 def test_somebody_elses_folder_is_refused(named, monkeypatch):
     named(0o755)
     another = os.getuid() + 1
