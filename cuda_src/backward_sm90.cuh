@@ -356,7 +356,8 @@ template <int kCount> DEVICE void store_gradient(const Params& p, float (&acc)[k
 // Nobody waits for ever. A tile waits only for tiles of its own head that come before it in task_of's order. A CTA takes tiles in
 // that order and goes through them in that order, so those it waits for have been taken before, by CTAs that run, and a CTA that
 // runs keeps its multiprocessor. All tiles of a head add in the same order of steps and never wait for anything between two adds but
-// their own loads and products. So the first unfinished tile waits for nobody and finishes, then the next.
+// their own loads and products, and turns of such tiles (each warpgroup's, where two add). So the first unfinished tile waits for
+// nobody and finishes, then the next.
 
 // Key blocks that add to query block m before block n does. By the rule of query_blocks_of those are all between n and the last
 // one whose first key some row of m sees.

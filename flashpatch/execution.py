@@ -18,6 +18,10 @@ DTYPES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
     torch.float8_e4m3fn: "float8_e4m3fn",
 }  # fmt: skip
+# The kernels' tanh is exact to 1e-7 of the softcap, which what a dtype rounds must hide. Its polynomial's coefficients go with powers
+# of softmax_scale / softcap and must neither underflow nor overflow.
+_LARGEST_SOFTCAP = {"float16": 1e4, "bfloat16": 1e4, "float32": 50.0}
+_SCALE_OVER_SOFTCAP = 1e-6, 1e6
 # Decoding makes a new signature a step; a cache this full starts again.
 _MOST_SIGNATURES = 4096
 
@@ -159,6 +163,8 @@ def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     if call.softmax_scale <= 0.0:
         text = f"softmax_scale is {call.softmax_scale}; kernels take the maximum before scaling and need a positive one"
         return Decline(problem, (Reason("softmax_scale", text),))
+    if reason := _softcap_fault(call, dtype):
+        return Decline(problem, (reason,))
     if call.bias is not None and call.bias.dtype not in (q.dtype, torch.float32):
         text = f"the bias is {call.bias.dtype}, q is {q.dtype}; kernels add a bias of q's dtype or of float32"
         return Decline(problem, (Reason("bias_dtype", text),))
@@ -168,6 +174,20 @@ def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     if isinstance(decision, Plan) and (reason := _failures.get((decision.config, device))):
         return Decline(problem, (reason,))
     return decision
+
+
+def _softcap_fault(call: Call, dtype: str) -> Reason | None:
+    """Why kernels would not compute this softcap exactly, or None."""
+    if not call.softcap:
+        return None
+    largest, (least, most) = _LARGEST_SOFTCAP.get(dtype, 0.0), _SCALE_OVER_SOFTCAP
+    if largest and call.softcap > largest:
+        text = f"softcap is {call.softcap:g}; kernels compute it to 1e-7 of itself, in {dtype} up to {largest:g}"
+        return Reason("softcap", text)
+    if not least <= call.softmax_scale / call.softcap <= most:
+        text = f"softcap is {call.softcap:g}, softmax_scale {call.softmax_scale:g}; kernels take quotients from {least:g} to {most:g}"
+        return Reason("softcap", text)
+    return None
 
 
 def features(q, k, v, call: Call) -> frozenset[str]:

@@ -187,6 +187,8 @@ def test_a_call_runs_on_the_kernels_and_factors_broadcast(emulated):
     assert launches["forward_sm90"] == before.get("forward_sm90", 0) + 1
     with pytest.raises(DeclinedError, match="bias"):
         flashpatch.attention(q, k, v, bias=torch.zeros(1, 1, 9, 13))
+    with pytest.raises(DeclinedError, match="softcap"):
+        flashpatch.attention(q, k, v, softcap=50.0)
 
 
 @needs_emulator

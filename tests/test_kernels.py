@@ -28,6 +28,7 @@ from flashpatch import (
     reference,
     support_matrix,
     tile_counts,
+    tolerance,
 )
 from flashpatch.call import Call
 from flashpatch.problem import Plan, Problem
@@ -234,6 +235,41 @@ def test_rows_that_see_nan_or_inf_in_v_behind_a_window_are_nan_with_their_logsum
     for found, where in ((out, rows), (v.grad, keys)):
         assert torch.equal(found[0, :, 0].isnan(), where[:, None].expand(9, 32)) and not found.isinf().any()
     assert torch.equal(logsumexp[0, 0].isnan(), rows) and not logsumexp.isinf().any()
+
+
+@pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
+@pytest.mark.parametrize("generation", ["ampere", "hopper"])
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "scale", "takes"),
+    [
+        (torch.bfloat16, 1e4, 0.5, True),
+        (torch.bfloat16, 5e-6, 0.5, True),
+        (torch.float16, 50.0, 5.1e-5, True),
+        (torch.float32, 50.0, 0.125, True),
+        (torch.bfloat16, 1.1e4, 0.5, False),
+        (torch.float32, 51.0, 0.125, False),
+        (torch.float16, 50.0, 4.9e-5, False),
+        (torch.bfloat16, 4e-7, 0.5, False),
+    ],
+)
+def test_a_softcap_that_kernels_do_not_compute_exactly_is_declined(
+    monkeypatch, generation, dtype, softcap, scale, takes
+):
+    """At both ends of what they take rows are right beside hidden keys; beyond, the fallback computes them and says so."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    monkeypatch.setenv("FLASHPATCH_GENERATION", generation)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 2, 64).to(dtype) for _ in range(3))
+    options = {"causal": True, "softcap": softcap, "softmax_scale": scale}
+    if not takes:
+        with pytest.raises(flashpatch.DeclinedError, match=rf"softcap: softcap is {softcap:g}"):
+            flashpatch.attention(q, k, v, **options)
+    out = flashpatch.attention(q, k, v, **options, on_decline="error" if takes else "fallback")
+    options = {"window_size": (-1, 0), "softcap": softcap, "softmax_scale": scale}
+    exact, _ = reference.attention(q, k, v, **options)
+    eager, _ = reference.attention(q, k, v, **options, upcast=False)
+    outcome = tolerance.compare(out, eager, exact)
+    assert outcome.ok, outcome.message("out")
 
 
 def test_a_softcap_is_exact_in_fp32(monkeypatch):
