@@ -5,6 +5,7 @@ This is the body of the operators in `operators`. It is never traced, so it may 
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -20,7 +21,7 @@ DTYPES = {
 }  # fmt: skip
 # The kernels' tanh is exact to 1e-7 of the softcap, which what a dtype rounds must hide. Its polynomial's coefficients go with powers
 # of softmax_scale / softcap and must neither underflow nor overflow.
-_LARGEST_SOFTCAP = {"float16": 1e4, "bfloat16": 1e4, "float32": 50.0}
+_LARGEST_SOFTCAP = {"float16": 1e4, "bfloat16": 1e4, "float32": 50.0, "float8_e4m3fn": 1e4}
 _SCALE_OVER_SOFTCAP = 1e-6, 1e6
 # Decoding makes a new signature a step; a cache this full starts again.
 _MOST_SIGNATURES = 4096
@@ -180,12 +181,17 @@ def _softcap_fault(call: Call, dtype: str) -> Reason | None:
     """Why kernels would not compute this softcap exactly, or None."""
     if not call.softcap:
         return None
-    largest, (least, most) = _LARGEST_SOFTCAP.get(dtype, 0.0), _SCALE_OVER_SOFTCAP
-    if largest and call.softcap > largest:
+    largest, (least, most) = _LARGEST_SOFTCAP.get(dtype, math.inf), _SCALE_OVER_SOFTCAP
+    if call.softcap > largest:
         text = f"softcap is {call.softcap:g}; kernels compute it to 1e-7 of itself, in {dtype} up to {largest:g}"
         return Reason("softcap", text)
     if not least <= call.softmax_scale / call.softcap <= most:
         text = f"softcap is {call.softcap:g}, softmax_scale {call.softmax_scale:g}; kernels take quotients from {least:g} to {most:g}"
+        return Reason("softcap", text)
+    if call.q_descale is not None or call.k_descale is not None:
+        text = (
+            "with q_descale or k_descale, which only the device knows and which may be small, kernels take no softcap"
+        )
         return Reason("softcap", text)
     return None
 

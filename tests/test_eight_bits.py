@@ -187,8 +187,12 @@ def test_a_call_runs_on_the_kernels_and_factors_broadcast(emulated):
     assert launches["forward_sm90"] == before.get("forward_sm90", 0) + 1
     with pytest.raises(DeclinedError, match="bias"):
         flashpatch.attention(q, k, v, bias=torch.zeros(1, 1, 9, 13))
-    with pytest.raises(DeclinedError, match="softcap"):
-        flashpatch.attention(q, k, v, softcap=50.0)
+    with pytest.raises(DeclinedError, match="softcap: with q_descale or k_descale"):
+        flashpatch.attention(q, k, v, softcap=50.0, k_descale=row)
+    capped, _ = reference.attention(q.double(), k.double(), v.double(), softcap=5.0)
+    close(
+        flashpatch.attention(q, k, v, softcap=5.0), capped, reference.attention(q, k, v, softcap=5.0, upcast=False)[0]
+    )
 
 
 @needs_emulator

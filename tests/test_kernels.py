@@ -268,8 +268,11 @@ def test_a_softcap_that_kernels_do_not_compute_exactly_is_declined(
     options = {"window_size": (-1, 0), "softcap": softcap, "softmax_scale": scale}
     exact, _ = reference.attention(q, k, v, **options)
     eager, _ = reference.attention(q, k, v, **options, upcast=False)
-    outcome = tolerance.compare(out, eager, exact)
-    assert outcome.ok, outcome.message("out")
+    if dtype == torch.float32:  # the kernels' tanh is exact to 1e-7 of the softcap
+        torch.testing.assert_close(out.double(), exact.double(), rtol=0, atol=2e-7 * softcap)
+    else:
+        outcome = tolerance.compare(out, eager, exact)
+        assert outcome.ok, outcome.message("out")
 
 
 def test_a_softcap_is_exact_in_fp32(monkeypatch):
