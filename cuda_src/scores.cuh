@@ -22,7 +22,7 @@ struct Scores {
   float tanh_log2;         // softmax_scale / softcap * 2 log2(e): the argument of tanh, as exp2 takes it
   float softcap_log2;      // softcap * log2(e)
   float slope_log2;        // ALiBi slope * log2(e)
-  DEVICE float argument() const { return tanh_log2 * (kLn2 / 2.f); }  // of tanh, a q.k
+  DEVICE float argument() const { return tanh_log2 * (kLn2 / 2.f); }  // of tanh, for a q.k of 1
 };
 
 DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
@@ -65,7 +65,7 @@ DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float
 // the one of its degree that is nearest to tanh: absolute error 1.2e-6 c, which 16-bit q and k hide and fp32 does not.
 constexpr float kSmallTanh = 0.4f, kTanh1 = 0.99997883f, kTanh3 = -0.33225415f, kTanh5 = 0.11942328f;
 struct Cap {
-  float c1, c3, c5;  // c5 > 0: a hidden score stays -inf
+  float c1, c3, c5;  // c5 > 0: a hidden score stays -inf (calls in which it would underflow are declined, execution.py)
   DEVICE float factor(float x) const {
     const float w = x * x;
     return c1 + w * (c3 + w * c5);
