@@ -136,6 +136,7 @@ template <bool kPaired> DEVICE void backward(const Params& p) {
         if (!looked) found |= any_non_finite(s_frag);
       }
 
+      if constexpr (kHasSoftcap) apply_tanh(s_frag, scores);
       float* dbias = nullptr;
       if (kHasBias && p.dbias_accum) dbias = bias_gradient_tile(p, position.batch, head, position.block, block.m_block);
       BiasColumns<kM> bias;

@@ -21,7 +21,8 @@ constexpr int kWarpDqBytes = kWarpDqFloats * 4;
 constexpr int kDsOffset = kOwnOffset, kDqOffset = kDsOffset + 2 * ScoreTile::kBytes;
 constexpr int kStepDone = kOwnBarriers, kDqFull = kStepDone + 8, kDqEmpty = kDqFull + 16;
 constexpr int kSharedMemory = kDqOffset + kConsumerWarps * kWarpDqBytes;
-// 128 queries a step leave no registers for P^T in fp32 between dV and dS.
+// 128 queries a step leave no registers for P^T in fp32 between dV and dS. (With a softcap, whose P^T * dtanh is one more
+// packed operand until then, they spill: half as fast.)
 constexpr bool kKeepsP = kBlockM == 64;
 static_assert(kBlockN == 128 && kNumWarps == 12, "64 keys to each of two warpgroups");
 static_assert(kBlockM == 64 || kBlockM == 128 && kHeadDim == 64 && !kHasSoftcap, "accumulators in 240 registers");
@@ -163,6 +164,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
       issue_multiply_transposed<KeyTile, QueryTile>(dp_frag, kHasWindow ? fresh(v_keys) : v_keys, dout_at(stage));
       wgmma_wait<1>();
       pin(s_frag);
+      if constexpr (kHasSoftcap) apply_tanh(s_frag, scores);
       mask.apply(s_frag, walk.m_block * kBlockM);
       probabilities(s_frag, p_frag, logsumexp, scores);
       if constexpr (kKeepsP) pin(s_frag);

@@ -278,7 +278,8 @@ template <int kCount> DEVICE void load_statistics(float (&statistics)[kCount], u
     statistics[2 * j] = pair.x, statistics[2 * j + 1] = pair.y;
   }
 }
-// P^T = exp2(S^T - logsumexp), packed as the A operand of dV. `s` becomes what dS^T takes of it: P^T, with softcap P^T * dtanh.
+// P^T = exp2(S^T - logsumexp), packed as the A operand of dV; S^T is q.k, with a softcap its tanh, -inf where it is hidden. `s` becomes
+// what dS^T takes of it: P^T, with a softcap P^T * dtanh.
 template <int kCount> DEVICE void probabilities(float (&s)[kCount], u32 (&p_frag)[kCount / 2], const float (&logsumexp)[kCount / 2], const Scores& scores) {
 #pragma unroll
   for (int pair = 0; pair < kCount / 2; ++pair) {
@@ -288,10 +289,8 @@ template <int kCount> DEVICE void probabilities(float (&s)[kCount], u32 (&p_frag
       float& x = s[2 * pair + e];
       const float subtracted = logsumexp[pair / 2 * 2 + e];
       if constexpr (kHasSoftcap) {
-        const float t = tanh_of(x * scores.tanh_log2);  // finite for a hidden score (-inf) too, and so is the derivative
-        const float capped = x == negative_infinity() ? x : scores.softcap_log2 * t;
-        probability[e] = exp2_approx(capped - subtracted);
-        x = probability[e] * (1.f - t * t);
+        probability[e] = exp2_approx(x * scores.softcap_log2 - subtracted);
+        x = probability[e] * maximum(1.f - x * x, 0.f);  // hidden: 0 * 0, not 0 * -inf
       } else {
         x = probability[e] = exp2_approx(x * scores.scale_log2 - subtracted);
       }

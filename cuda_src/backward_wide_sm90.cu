@@ -139,6 +139,7 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
         arrive(smem.barrier(kQEmpty, stage));
         // P^T = exp2(S^T - logsumexp)
         u32 p_frag[kBlockM / 4];
+        if constexpr (kHasSoftcap) apply_tanh(s_frag, scores);
         mask.apply(s_frag, walk.m_block * kBlockM);
         probabilities(s_frag, p_frag, logsumexp, scores);
         mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);           // write after read: P^T of the step before has been read

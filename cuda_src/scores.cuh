@@ -19,40 +19,44 @@ DEVICE float score_scale(const Params& p, int batch, int head) {
 
 struct Scores {
   float scale_log2;        // softmax_scale * log2(e)
-  float tanh_log2;         // softmax_scale / softcap * 2 log2(e): the argument of tanh, as exp2 takes it
+  float argument;          // softmax_scale / softcap: of tanh, for a q.k of 1
   float softcap_log2;      // softcap * log2(e)
   float slope_log2;        // ALiBi slope * log2(e)
-  DEVICE float argument() const { return tanh_log2 * (kLn2 / 2.f); }  // of tanh, for a q.k of 1
 };
 
+// a / b to an ulp, without the branch a division takes: scores_of() may stand in a loop.
+DEVICE float quotient(float a, float b) {
+  const float inverse = rcp_approx(b), estimate = a * inverse;
+  return estimate + inverse * (a - estimate * b);
+}
 DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
   Scores scores = {};
   const float scale = score_scale(p, s.batch, head);
   scores.scale_log2 = scale * kLog2e;
   if constexpr (kHasSoftcap) {
-    scores.tanh_log2 = scale / p.softcap * (2.f * kLog2e);
+    scores.argument = quotient(scale, p.softcap);
     scores.softcap_log2 = p.softcap * kLog2e;
   }
   if constexpr (kHasAlibi) scores.slope_log2 = ld_global(p.alibi_slopes + (s.batch * p.alibi_stride_batch + head)) * kLog2e;
   return scores;
 }
 
-// tanh(x) for x_log2 = 2 x log2(e), as 1 - 2 / (1 + e^2x): absolute error near 1e-7, where tanh.approx would cost 5e-4 of
-// the softcap, more than fp16 inputs lose.
-DEVICE float tanh_of(float x_log2) { return 1.f - 2.f * rcp_approx(1.f + exp2_approx(x_log2)); }
-
 DEVICE float widen(u16 bits) { return unpack<kIsBf16>(bits).x; }
 DEVICE float widen(float x) { return x; }
 
-// Score in base 2 of row i, key j from q.k and its bias. `derivative` becomes d(softcap)/d(its argument).
+// tanh to about 2 ulp. (tanh.approx would cost 5e-4 of the softcap, more than fp16 inputs lose.) Small arguments by the odd polynomial of
+// its degree that is nearest to tanh relative to it, 4e-8: 1 - 2 / (1 + e^2x) is exact to 1e-7 of 1, not of a small tanh.
+DEVICE float tanh_of(float x) {
+  const float w = x * x, rest = -0.33332947f + w * (0.13320725f + w * (-0.05267181f + w * 0.01643758f));
+  const float small = x + x * w * rest, large = 1.f - 2.f * rcp_approx(1.f + exp2_approx(x * (2.f * kLog2e)));
+  return fabsf(x) < 0.55f ? small : large;  // of -inf, where `small` is NaN, -1
+}
+
+// Score in base 2 of row i, key j from q.k, with a softcap from tanh(argument * q.k), and its bias. `derivative` becomes
+// d(softcap)/d(its argument).
 DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float bias, int i, int j, float& derivative) {
-  float x = qk * scores.scale_log2;
-  derivative = 1.f;
-  if constexpr (kHasSoftcap) {
-    const float t = tanh_of(qk * scores.tanh_log2);
-    x = scores.softcap_log2 * t;
-    derivative = 1.f - t * t;
-  }
+  float x = qk * (kHasSoftcap ? scores.softcap_log2 : scores.scale_log2);
+  derivative = kHasSoftcap ? 1.f - qk * qk : 1.f;
   if constexpr (kHasAlibi) {
     const int distance = i + s.diagonal - j;
     x -= scores.slope_log2 * (float)(distance < 0 ? -distance : distance);
@@ -61,11 +65,11 @@ DEVICE float score_log2(const Sequence& s, const Scores& scores, float qk, float
   return x;
 }
 
-// Softcap where tanh has an argument of at most kSmallTanh, without exp2 and reciprocal: c tanh(a x) as an odd polynomial in x,
-// the one of its degree that is nearest to tanh: absolute error 1.2e-6 c, which 16-bit q and k hide and fp32 does not.
+// c tanh(a x) where |a x| is at most kSmallTanh, without exp2 and reciprocal: an odd polynomial in x, the one of its degree that is
+// nearest to tanh: absolute error 1.2e-6 c, relative error 2e-5, which 16-bit q and k hide and fp32 does not.
 constexpr float kSmallTanh = 0.4f, kTanh1 = 0.99997883f, kTanh3 = -0.33225415f, kTanh5 = 0.11942328f;
 struct Cap {
-  float c1, c3, c5;  // c5 > 0: a hidden score stays -inf (calls in which it would underflow are declined, execution.py)
+  float c1, c3, c5;  // c5 > 0: a hidden score stays -inf
   DEVICE float factor(float x) const {
     const float w = x * x;
     return c1 + w * (c3 + w * c5);
@@ -73,32 +77,55 @@ struct Cap {
   DEVICE float of(float x) const { return x * factor(x); }
   DEVICE float minus(float x, float, float offset) const { return x * factor(x) - offset; }
 };
-
-DEVICE Cap small_cap_of(const Scores& scores) {
-  const float argument = scores.argument(), square = argument * argument, first = scores.softcap_log2 * argument;
-  return {first * kTanh1, first * square * kTanh3, first * square * square * kTanh5};
+// Calls whose coefficients leave the range of fp32 are declined (execution.py). In 8 bits factors may do that here: where they are too
+// small, q.k is far too small for what they add; where they are too large, q.k is 0.
+DEVICE Cap small_cap_of(float c, float a) {
+  const float first = c * a, third = first * a * a, fifth = third * a * a;
+  if constexpr (kIsE4m3) return {first * kTanh1, maximum(third * kTanh3, -1e37f), -maximum(-maximum(fifth * kTanh5, 1e-44f), -1e37f)};
+  else return {first * kTanh1, third * kTanh3, fifth * kTanh5};
 }
-constexpr Cap kScoresThemselves = {1.f, 0.f, 1e-30f};
+constexpr Cap kScoresThemselves = {1.f, 0.f, 1e-44f};  // to an ulp up to 1e9, the largest softcap taken
+
+// f of every number of a fragment.
+template <class F> DEVICE void each(float& x, const F& f) { f(x); }
+template <class T, int kCount, class F> DEVICE void each(T (&frag)[kCount], const F& f) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) each(frag[i], f);
+}
+// No |q.k| of these is larger: the sums of four, one maximum in four.
+template <int kCount> DEVICE float bound_of(const float (&frag)[kCount]) {
+  float largest;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float sum = (fabsf(frag[i]) + fabsf(frag[i + 1])) + (fabsf(frag[i + 2]) + fabsf(frag[i + 3]));
+    largest = i == 0 ? sum : maximum(largest, sum);
+  }
+  return largest;
+}
+template <class T, int kCount> DEVICE float bound_of(const T (&frags)[kCount]) {
+  float largest = bound_of(frags[0]);
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) largest = maximum(largest, bound_of(frags[i]));
+  return largest;
+}
+// Whether a warp takes small_cap_of() for q.k up to `bound`.
+DEVICE bool all_small(float bound, const Scores& scores) { return !kIsFp32 && vote_all(bound * scores.argument <= kSmallTanh); }
+
+// q.k -> tanh(softmax_scale q.k / softcap), by a warp.
+template <class Frag> DEVICE void apply_tanh(Frag& s_frag, const Scores& scores) {
+  if (all_small(bound_of(s_frag), scores)) {
+    const Cap cap = small_cap_of(1.f, scores.argument);
+    each(s_frag, [&](float& s) { s = cap.of(s); });
+  } else {
+    each(s_frag, [&](float& s) { s = tanh_of(s * scores.argument); });
+  }
+}
 
 // The Cap that makes scores in base 2 of a warp's q.k. Where one is too large for it, all are replaced by their scores, which the
 // Cap returned leaves as they are.
-template <int kM, int kN> DEVICE Cap cap_of(float (&s_frag)[kM][kN][4], const Scores& scores) {
-  float largest = 0.f;  // of the sums of four: one maximum in four
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; n += 2)
-#pragma unroll
-      for (int e = 0; e < 4; e += 2)
-        largest = maximum(largest, (fabsf(s_frag[m][n][e]) + fabsf(s_frag[m][n][e + 1])) +
-                                       (fabsf(s_frag[m][n + 1][e]) + fabsf(s_frag[m][n + 1][e + 1])));
-  if (!kIsFp32 && vote_all(largest * scores.argument() <= kSmallTanh)) return small_cap_of(scores);
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s_frag[m][n][e] = scores.softcap_log2 * tanh_of(s_frag[m][n][e] * scores.tanh_log2);
+template <class Frag> DEVICE Cap cap_of(Frag& s_frag, const Scores& scores) {
+  if (all_small(bound_of(s_frag), scores)) return small_cap_of(scores.softcap_log2, scores.argument);
+  each(s_frag, [&](float& s) { s = scores.softcap_log2 * tanh_of(s * scores.argument); });
   return kScoresThemselves;
 }
 

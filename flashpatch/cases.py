@@ -298,7 +298,9 @@ def _alibi(case: Case, draw: _Draw) -> None:
 
 
 def _softcap(case: Case, draw: _Draw) -> None:
-    draw.keywords["softcap"] = 5.0
+    """Small enough to bend scores of normal numbers, as models have it (30, 50), and so large that tanh is nearly its argument."""
+    softcaps = 5.0, 30.0, 50.0, 1000.0
+    draw.keywords["softcap"] = softcaps[int(torch.randint(len(softcaps), (), generator=draw.generator))]
 
 
 def _sinks(case: Case, draw: _Draw) -> None:

@@ -5,7 +5,6 @@ This is the body of the operators in `operators`. It is never traced, so it may 
 
 from __future__ import annotations
 
-import math
 import os
 
 import torch
@@ -19,11 +18,11 @@ DTYPES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
     torch.float8_e4m3fn: "float8_e4m3fn",
 }  # fmt: skip
-# The kernels' tanh is exact to 1e-7 of the softcap, as a polynomial, in 16 and 8 bits, to 1.2e-6. Up to 1e4 what 16 bits round hides that;
-# fp32 does not: with 50, which Gemma 2 asks for, out is off by 3e-6 to 5e-6 on normal inputs, eager attention's by 4e-7 to 7e-7. The
-# polynomial's coefficients go with powers of softmax_scale / softcap and must neither underflow nor overflow.
-_LARGEST_SOFTCAP = {"float16": 1e4, "bfloat16": 1e4, "float32": 50.0, "float8_e4m3fn": 1e4}
-_SCALE_OVER_SOFTCAP = 1e-6, 1e6
+# With a softcap kernels take numbers with which the coefficients of their polynomial for tanh, powers of softmax_scale / softcap times
+# softmax_scale, stay in fp32's range (cuda_src/scores.cuh).
+_LARGEST_SOFTCAP = 1e9
+_SCALE_WITH_SOFTCAP = 1e-10, 1e10
+_SCALE_OVER_SOFTCAP = 1e-8, 1e6
 # Decoding makes a new signature a step; a cache this full starts again.
 _MOST_SIGNATURES = 4096
 
@@ -165,7 +164,7 @@ def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     if call.softmax_scale <= 0.0:
         text = f"softmax_scale is {call.softmax_scale}; kernels take the maximum before scaling and need a positive one"
         return Decline(problem, (Reason("softmax_scale", text),))
-    if reason := _softcap_fault(call, dtype):
+    if reason := _softcap_fault(call):
         return Decline(problem, (reason,))
     if call.bias is not None and call.bias.dtype not in (q.dtype, torch.float32):
         text = f"the bias is {call.bias.dtype}, q is {q.dtype}; kernels add a bias of q's dtype or of float32"
@@ -178,23 +177,19 @@ def decide(direction: str, q, k, v, call: Call) -> Plan | Decline:
     return decision
 
 
-def _softcap_fault(call: Call, dtype: str) -> Reason | None:
+def _softcap_fault(call: Call) -> Reason | None:
     """Why kernels would not compute this softcap exactly, or None."""
     if not call.softcap:
         return None
-    largest, (least, most) = _LARGEST_SOFTCAP.get(dtype, math.inf), _SCALE_OVER_SOFTCAP
-    if call.softcap > largest:
-        text = f"softcap is {call.softcap:g}; kernels compute its tanh to so small a part of it that in {dtype} {largest:g} is the most"
-        return Reason("softcap", text)
-    if not least <= call.softmax_scale / call.softcap <= most:
-        text = f"softcap is {call.softcap:g}, softmax_scale {call.softmax_scale:g}; kernels take quotients from {least:g} to {most:g}"
-        return Reason("softcap", text)
-    if call.q_descale is not None or call.k_descale is not None:
-        text = (
-            "with q_descale or k_descale, which only the device knows and which may be small, kernels take no softcap"
-        )
-        return Reason("softcap", text)
-    return None
+    scale, over, largest = _SCALE_WITH_SOFTCAP, _SCALE_OVER_SOFTCAP, _LARGEST_SOFTCAP
+    quotient = call.softmax_scale / call.softcap
+    if call.softcap <= largest and scale[0] <= call.softmax_scale <= scale[1] and over[0] <= quotient <= over[1]:
+        return None
+    text = (
+        f"softcap is {call.softcap:g}, softmax_scale {call.softmax_scale:g}; kernels take a softcap up to {largest:g}, with one a "
+        f"softmax_scale of {scale[0]:g} to {scale[1]:g}, and a quotient softmax_scale / softcap of {over[0]:g} to {over[1]:g}"
+    )
+    return Reason("softcap", text)
 
 
 def features(q, k, v, call: Call) -> frozenset[str]:

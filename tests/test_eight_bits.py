@@ -187,19 +187,33 @@ def test_a_call_runs_on_the_kernels_and_factors_broadcast(emulated):
     assert launches["forward_sm90"] == before.get("forward_sm90", 0) + 1
     with pytest.raises(DeclinedError, match="bias"):
         flashpatch.attention(q, k, v, bias=torch.zeros(1, 1, 9, 13))
-    with pytest.raises(DeclinedError, match="softcap: with q_descale or k_descale"):
-        flashpatch.attention(q, k, v, softcap=50.0, k_descale=row)
-    capped, _ = reference.attention(q.double(), k.double(), v.double(), softcap=5.0)
-    close(
-        flashpatch.attention(q, k, v, softcap=5.0), capped, reference.attention(q, k, v, softcap=5.0, upcast=False)[0]
-    )
 
 
 @needs_emulator
-def test_factors_of_zero_hide_nothing(emulated):
+@pytest.mark.parametrize("factor", [1e-20, 5e-4, 1.0, 30.0])
+@pytest.mark.parametrize("softcap", [5.0, 50.0, 1e6])
+def test_a_softcap_goes_with_factors_of_any_size(emulated, softcap, factor):
+    """They go into the coefficients of its polynomial, which neither underflow to a NaN of hidden scores nor overflow."""
+    q, k, v = qkv(seqlen_q=70, seqlen_k=70)
+    factors = {
+        "q_descale": torch.full((2, 2), factor),
+        "k_descale": torch.full((2, 2), factor),
+        "v_descale": torch.ones(2, 2),
+    }
+    out = flashpatch.attention(
+        q, k, v, causal=True, softcap=softcap, q_descale=factors["q_descale"], k_descale=factors["k_descale"]
+    )
+    options = {**factors, "window_size": (-1, 0), "softcap": softcap}
+    exact, _ = reference.attention(*wide(q, k, v, **factors), window_size=(-1, 0), softcap=softcap)
+    close(out, exact, reference.attention(q, k, v, **options, upcast=False)[0])
+
+
+@needs_emulator
+@pytest.mark.parametrize("softcap", [0.0, 50.0])
+def test_factors_of_zero_hide_nothing(emulated, softcap):
     """Those of a tensor of zeros: all scores are 0, and hidden ones still hidden."""
     q, k, v = qkv()
-    out = flashpatch.attention(q, k, v, causal=True, q_descale=torch.zeros(()))
+    out = flashpatch.attention(q, k, v, causal=True, softcap=softcap, q_descale=torch.zeros(()))
     exact, _ = reference.attention(q.double() * 0, k.double(), v.double(), causal=True)
     close(out, exact, exact.to(torch.bfloat16))
 

@@ -242,46 +242,57 @@ def test_rows_that_see_nan_or_inf_in_v_behind_a_window_are_nan_with_their_logsum
 @pytest.mark.parametrize(
     ("dtype", "softcap", "scale", "takes"),
     [
-        (torch.bfloat16, 1e4, 0.5, True),
-        (torch.bfloat16, 5e-6, 0.5, True),
-        (torch.float16, 50.0, 5.1e-5, True),
+        (torch.bfloat16, 1e9, 10.0, True),
+        (torch.float16, 1e5, 0.125, True),
+        (torch.bfloat16, 5e-7, 0.5, True),
+        (torch.float16, 0.01, 1e-10, True),
+        (torch.float32, 1e8, 1.0, True),
         (torch.float32, 50.0, 0.125, True),
-        (torch.bfloat16, 1.1e4, 0.5, False),
-        (torch.float32, 51.0, 0.125, False),
-        (torch.float16, 50.0, 4.9e-5, False),
+        (torch.bfloat16, 1.1e9, 11.0, False),
+        (torch.float16, 50.0, 4.9e-7, False),
         (torch.bfloat16, 4e-7, 0.5, False),
+        (torch.float32, 0.009, 0.9e-10, False),
     ],
 )
 def test_a_softcap_that_kernels_do_not_compute_exactly_is_declined(
     monkeypatch, generation, dtype, softcap, scale, takes
 ):
-    """At both ends of what they take rows are right beside hidden keys; beyond, the fallback computes them and says so."""
+    """At both ends of what they take out and gradients are right beside hidden keys; beyond, the fallback computes them and says so."""
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
     monkeypatch.setenv("FLASHPATCH_GENERATION", generation)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 70, 2, 64).to(dtype) for _ in range(3))
-    options = {"causal": True, "softcap": softcap, "softmax_scale": scale}
+    leaves = [torch.randn(1, 70, 2, 64).to(dtype).requires_grad_() for _ in range(3)]
     if not takes:
-        with pytest.raises(flashpatch.DeclinedError, match=rf"softcap: softcap is {softcap:g}"):
-            flashpatch.attention(q, k, v, **options)
-    out = flashpatch.attention(q, k, v, **options, on_decline="error" if takes else "fallback")
-    options = {"window_size": (-1, 0), "softcap": softcap, "softmax_scale": scale}
-    exact, _ = reference.attention(q, k, v, **options)
-    eager, _ = reference.attention(q, k, v, **options, upcast=False)
-    if dtype == torch.float32:  # the kernels' tanh is exact to 1e-7 of the softcap
-        torch.testing.assert_close(out.double(), exact.double(), rtol=0, atol=2e-7 * softcap)
-    else:
-        outcome = tolerance.compare(out, eager, exact)
-        assert outcome.ok, outcome.message("out")
+        with pytest.raises(flashpatch.DeclinedError, match="softcap: softcap is .* kernels take a softcap up to"):
+            flashpatch.attention(*leaves, causal=True, softcap=softcap, softmax_scale=scale)
+    out = flashpatch.attention(
+        *leaves, causal=True, softcap=softcap, softmax_scale=scale, on_decline="error" if takes else "fallback"
+    )
+    dout = torch.randn(out.shape).to(dtype)
+
+    def gradients(out, leaves):
+        return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+    def expected(leaves, softcap, upcast):
+        options = {"window_size": (-1, 0), "softcap": softcap, "softmax_scale": scale}
+        return gradients(reference.attention(*leaves, **options, upcast=upcast)[0], leaves)
+
+    exact = expected([leaf.detach().double().requires_grad_() for leaf in leaves], softcap, True)
+    huge = softcap > 1e4 and dtype != torch.float32  # nothing, and beyond fp16
+    eager = expected(leaves, 0.0 if huge else softcap, False)
+    for name, mine, theirs, right in zip(("out", "dq", "dk", "dv"), gradients(out, leaves), eager, exact, strict=True):
+        outcome = tolerance.compare(mine, theirs, right)
+        assert outcome.ok, outcome.message(name)
 
 
-def test_a_softcap_is_exact_in_fp32(monkeypatch):
-    """Not the polynomial that 16-bit inputs hide: of a cap of 50 that is off by 6e-5."""
+@pytest.mark.parametrize("softcap", [5.0, 50.0, 1e6])
+def test_a_softcap_is_as_exact_as_eager_in_fp32(monkeypatch, softcap):
+    """Not the polynomial that 16-bit inputs hide: of a cap of 50 that is off by 6e-5; nor 1 - 2 / (1 + e^2x), which is off by 5e-6."""
     monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
-    q, k, v = (torch.randn(1, 40, 2, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    out, logsumexp = flashpatch.attention(q, k, v, softcap=50.0, return_logsumexp=True)
-    expected, wanted = reference.attention(q, k, v, softcap=50.0)
-    assert (out.double() - expected).abs().max() < 3e-6 and (logsumexp.double() - wanted).abs().max() < 3e-6
+    q, k, v = (torch.randn(1, 70, 2, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    out, logsumexp = flashpatch.attention(q, k, v, softcap=softcap, return_logsumexp=True)
+    expected, wanted = reference.attention(q, k, v, softcap=softcap)
+    assert (out.double() - expected).abs().max() < 7e-7 and (logsumexp.double() - wanted).abs().max() < 1.5e-6
 
 
 @pytest.mark.parametrize("scale", [1e-39, 2.0**-100, 2.0**60, 1e30], ids=["subnormal", "tiny", "large", "huge"])
@@ -429,7 +440,7 @@ def problems(draw, family: Family):
         own=draw(st.tuples(*[st.booleans()] * 4)),
         transposed_mask=draw(st.booleans()),
         hidden_key=draw(st.booleans()),
-        softcap=draw(st.sampled_from((0.5, 5.0, 30.0))) if "softcap" in family else 0.0,
+        softcap=draw(st.sampled_from((0.5, 5.0, 30.0, 50.0, 1000.0, 1e6))) if "softcap" in family else 0.0,
         dropout_p=draw(st.sampled_from((0.1, 0.5, 0.9))) if "dropout" in family else 0.0,
         scale=draw(st.sampled_from((head_dim**-0.5, 0.02, 0.5))),
         loud=draw(st.booleans()),

@@ -154,6 +154,7 @@ TURING_BACKWARD = turing("backward_sm75")
 FP32 = forward(dtype=torch.float32, features=("uneven",))
 FP32_PARTS = forward(dtype=torch.float32, features=("far_apart",))
 FP32_TINY = forward(dtype=torch.float32, features=("tiny",))
+FP32_CAPPED = forward(dtype=torch.float32, softcap=1e5)
 FP32_VARLEN = forward(dtype=torch.float32, features=("varlen",))
 FP32_MASK = forward(dtype=torch.float32, features=("mask", "bias", "nan"))
 FP32_BACKWARD = backward(dtype=torch.float32, features=("uneven",))
@@ -189,6 +190,7 @@ HOPPER_EIGHT_WINDOW = hopper(
     features=frozenset(("nan_before", "descales")),
 )
 HOPPER_SECTIONS = replace(HOPPER_CAUSAL, heads=5)  # in sections of two heads
+HOPPER_BACKWARD_CAPPED = hopper("backward_sm90", softcap=4.0, window=(-1, 0))
 HOPPER_BACKWARD = hopper("backward_sm90", head_dim=64, head_dim_v=64)
 HOPPER_ORDERED = hopper(
     "backward_sm90", head_dim=64, head_dim_v=64, window=(-1, 0), deterministic=True, multiprocessors=8, one_tile=True
@@ -574,7 +576,7 @@ BUGS = [
     Bug("scores.cuh", "sign", "score -= scores.slope_log2", "score += scores.slope_log2", "SCORES"),
     Bug("scores.cuh", "missing magnitude", "(distance < 0 ? -distance : distance)", "distance", "BACKWARD_SCORES"),
     Bug("scores.cuh", "missing magnitude", "fabsf(distance + ", "(distance + ", "SCORES"),
-    Bug("scores.cuh", "missing derivative", "derivative = 1.f - t * t;", "", "BACKWARD_SCORES"),
+    Bug("scores.cuh", "missing derivative", "derivative = kHasSoftcap ? 1.f - qk * qk : 1.f;", "derivative = 1.f;", "BACKWARD_SCORES"),
     Bug("dropout.cuh", "dropout counter", "((u32)j >> 1 & 3)", "((u32)j >> 1 & 1)", "DROPOUT"),
     Bug("dropout.cuh", "wrong half", "word << 17 < dropout.share << 17", "word << 1 < dropout.share << 17", "FP32_DROPOUT"),
     Bug("dropout.cuh", "wrong pair", "second ? words[m / 2].z :", "second ? words[m / 2].x :", "DROPOUT"),
@@ -583,7 +585,10 @@ BUGS = [
     Bug("dropout.cuh", "wrong rows", "kM == 1 ? i >> 4 & 1 : m & 1", "m & 1", "DROPOUT_RARELY_KEPT"),
     Bug("dropout.cuh", "wrong side", "rare ? ~0u : 0u", "~0u", "DROPOUT_RARELY_KEPT"),
     Bug("scores.cuh", "beyond its range", "kSmallTanh = 0.4f", "kSmallTanh = 400.f", "SCORES"),
-    Bug("scores.cuh", "wrong polynomial", "first * square * kTanh3", "first * kTanh3", "SMALL_SCORES"),
+    Bug("scores.cuh", "wrong polynomial", "else return {first * kTanh1, third * kTanh3", "else return {first * kTanh1, first * kTanh3", "SMALL_SCORES"),
+    Bug("scores.cuh", "tanh of a small argument", "fabsf(x) < 0.55f ? small : large", "large", "FP32_CAPPED"),
+    Bug("scores.cuh", "scores that are changed", "{1.f, 0.f, 1e-44f}", "{1.f, 0.f, 1e-4f}", "FP32_CAPPED"),
+    Bug("backward_sm90.cuh", "hidden gradient", "maximum(1.f - x * x, 0.f);  // hidden", "(1.f - x * x);  // hidden", "HOPPER_BACKWARD_CAPPED"),
     # sequences
     Bug("seqlen.cuh", "overlapping blocks", "first_packed_block((int)s.q_start, kBlockM, s.batch)", "first_packed_block((int)s.q_start, kBlockM, 0)", "BACKWARD_VARLEN"),
     Bug("seqlen.cuh", "alignment of the diagonal", "s.diagonal = s.k_length - s.q_length;", "s.diagonal = 0;", "CAUSAL"),

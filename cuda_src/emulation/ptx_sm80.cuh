@@ -130,7 +130,6 @@ DEVICE float exp2_approx(float x) {
 DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
 DEVICE float rcp_approx(float x) { return 1.0f / x; }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
-DEVICE float minimum(float a, float b) { return fminf(a, b); }
 DEVICE float tanh_approx(float x) { return __builtin_tanhf(x); }
 DEVICE u32 abs_f16x2(u32 pair) { return pair & 0x7fff7fffu; }
 DEVICE u32 set_lt_f16x2(u32 a, u32 b) {
