@@ -35,6 +35,7 @@ class Cost:
     milliseconds: Annotated[float | None, "median over rounds"] = None
     tflops: Annotated[float | None, "TFLOP/s, counting the scores that are visible"] = None
     cost: Annotated[float | None, "time per visible score over the plain kernel's, timed beside it, median"] = None
+    quartiles: Annotated[list[float] | None, "of the samples that cost is the median of, the first and the third"] = None
     error: Annotated[str, "why it did not run; empty if it did"] = ""
 
 
@@ -254,7 +255,8 @@ def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds,
             own = plain.get((costs[number].kernel, costs[number].direction), number)
             pair = (own, number) if number_of_round % 2 else (number, own)
             times = {n: benchmarking.milliseconds(runs[n], device, 15.0) for n in dict.fromkeys(pair)}
-            samples[number].append(times[number])
+            for n, milliseconds in times.items():  # the plain kernel's time is the median of all it was timed
+                samples[n].append(milliseconds)
             ratios[number].append(times[number] / times[own])
     for number, times in samples.items():
         if not times:
@@ -264,8 +266,10 @@ def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds,
         cost.tflops = flops[number] / cost.milliseconds / 1e9
         own = plain.get((cost.kernel, cost.direction))
         if own is not None:
-            ratio = statistics.median(ratios[number] or [cost.milliseconds / costs[own].milliseconds])
-            cost.cost = ratio * flops[own] / flops[number]
+            found = ratios[number] or [cost.milliseconds / costs[own].milliseconds]
+            per_score = sorted(ratio * flops[own] / flops[number] for ratio in found)
+            cost.cost = statistics.median(per_score)
+            cost.quartiles = [per_score[len(per_score) // 4], per_score[-1 - len(per_score) // 4]]
     return costs
 
 

@@ -16,17 +16,18 @@ from .call import Call
 
 
 def sdpa_efficient(q, k, v, call: Call, direction: str) -> Callable | None:
-    """With a mask or a bias in the dtype of q, and without any."""
-    biased = call.bias is not None and call.bias.dtype == q.dtype and not call.bias_gradient
-    if not (call.mask is not None or biased or (_is_plain(call) and q.shape[-2] == k.shape[-2])):
+    """With a mask or a bias, and without any. It takes a bias in the dtype of q only; one in fp32 is rounded beforehand."""
+    given = call.mask is not None or call.bias is not None
+    if not (given or (_is_plain(call) and q.shape[-2] == k.shape[-2])):
         return None
-    added = call.mask if call.mask is not None else call.bias
+    bias = None if call.bias is None else _without_copies(call.bias).to(q.dtype)
 
-    def attend(q, k, v):
+    def attend(q, k, v, *bias):
+        added = bias[0].expand(call.bias.shape) if bias else call.mask
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=call.softmax_scale)
 
-    return _run(attend, q, k, v, direction)
+    return _run(attend, q, k, v, direction, bias, call)
 
 
 def flex(q, k, v, call: Call, direction: str) -> Callable | None:
@@ -98,24 +99,24 @@ def eager(q, k, v, call: Call, direction: str) -> Callable | None:
         added = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
     if call.alibi_slopes is not None:
         added = -(call.alibi_slopes[:, :, None, None] * (i - j).abs()).to(q.dtype)
-    if call.bias is not None:
-        added = call.bias
     group = q.shape[-2] // k.shape[-2]
 
-    def attend(q, k, v):
+    bias = None if call.bias is None else _without_copies(call.bias)
+
+    def attend(q, k, v, *bias):
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = q @ k.transpose(2, 3) * call.softmax_scale
         if call.softcap > 0:
             scores = torch.tanh(scores / call.softcap) * call.softcap
-        if added is not None:
-            scores = scores + added
+        for addend in bias or (added,):
+            scores = scores if addend is None else scores + addend
         if call.sinks is not None:
             sinks = call.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
         p = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
         return F.dropout(p, call.dropout_p) @ v
 
-    return _run(attend, q, k, v, direction)
+    return _run(attend, q, k, v, direction, bias, call)
 
 
 PEERS = {"sdpa_efficient": sdpa_efficient, "flex": flex, "eager": eager}
@@ -132,10 +133,19 @@ def _is_plain(call: Call) -> bool:
     return not asked and all(x is None for x in nothing)
 
 
-def _run(attend, q, k, v, direction: str) -> Callable:
-    q, k, v = (tensor.transpose(1, 2).detach().requires_grad_(direction == "backward") for tensor in (q, k, v))
-    if direction == "forward":
-        return lambda: torch.no_grad()(attend)(q, k, v)
-    out = attend(q, k, v)
+def _without_copies(bias: torch.Tensor) -> torch.Tensor:
+    """A bias as it was before it was expanded."""
+    return bias[tuple(slice(None) if stride else slice(0, 1) for stride in bias.stride())]
+
+
+def _run(attend, q, k, v, direction: str, bias: torch.Tensor | None = None, call: Call | None = None) -> Callable:
+    """attend(q, k, v) or attend(q, k, v, bias), or the backward of it; a bias has a gradient where the Call asks for it."""
+    backward = direction == "backward"
+    q, k, v = (tensor.transpose(1, 2).detach().requires_grad_(backward) for tensor in (q, k, v))
+    others = () if bias is None else (bias.detach().requires_grad_(backward and call.bias_gradient),)
+    if not backward:
+        return lambda: torch.no_grad()(attend)(q, k, v, *others)
+    out = attend(q, k, v, *others)
     dout = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    leaves = [tensor for tensor in (q, k, v, *others) if tensor.requires_grad]
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -34,6 +34,20 @@ def test_peer_computes_the_same(feature, peer, monkeypatch):
     torch.testing.assert_close(run().transpose(1, 2), expected.float(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_bias_that_trains_has_its_gradient_in_every_peer(monkeypatch):
+    """Summed over the rows of the batch, which share it."""
+    on_a_cpu = type("OnACpu", (), {"EFFICIENT_ATTENTION": feature_peers.SDPBackend.MATH})
+    monkeypatch.setattr(feature_peers, "SDPBackend", on_a_cpu)
+    found = []
+    for peer in ("sdpa_efficient", "eager"):
+        torch.manual_seed(0)
+        s = feature_costs._setting("bias of heads, with gradient", *(torch.randn(2, 33, 4, 16) for _ in range(3)))
+        found.append(feature_peers.PEERS[peer](s.q, s.k, s.v, s.call, "backward")())
+    assert [gradient.shape for gradient in found[0]] == [*3 * [(2, 4, 33, 16)], (1, 4, 33, 33)]
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
 def test_a_cost_compares_neighbours(monkeypatch):
     """The clock drifts, and depends on what ran just before: each sample has one of its plain kernel beside it, before or after."""
     times = {"plain": 4.0, "causal": 3.0}
@@ -58,6 +72,8 @@ def test_a_cost_compares_neighbours(monkeypatch):
     for kernel in ("forward_sm80", "sdpa_efficient"):
         costs = {cost.feature: cost.cost for cost in found if cost.kernel == kernel}
         assert costs == {"plain": 1.0, "causal": pytest.approx(3 / 4 / visible, rel=0.02)}
+        first, third = next(cost.quartiles for cost in found if (cost.kernel, cost.feature) == (kernel, "causal"))
+        assert first <= costs["causal"] <= third and first < third
         # nothing between a sample and its plain one; each side as often
         places = [place for place, sample in enumerate(sampled) if sample == ("causal", kernel)]
         before = [sampled[place - 1] == ("plain", kernel) for place in places[1::2]]

@@ -263,7 +263,7 @@ def test_a_softcap_that_kernels_do_not_compute_exactly_is_declined(
     torch.manual_seed(0)
     leaves = [torch.randn(1, 70, 2, 64).to(dtype).requires_grad_() for _ in range(3)]
     if not takes:
-        with pytest.raises(flashpatch.DeclinedError, match="softcap: softcap is .* kernels take a softcap up to"):
+        with pytest.raises(flashpatch.DeclinedError, match=r"softcap: softcap is .* kernels take a softcap up to"):
             flashpatch.attention(*leaves, causal=True, softcap=softcap, softmax_scale=scale)
     out = flashpatch.attention(
         *leaves, causal=True, softcap=softcap, softmax_scale=scale, on_decline="error" if takes else "fallback"
