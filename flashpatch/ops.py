@@ -50,7 +50,8 @@ def attention(
 
     Args:
         q: [batch, seqlen_q, num_heads_q, head_dim], or [total_q, num_heads_q, head_dim] with `cu_seqlens_q`.
-            Any strides; the last one should be 1, else it is copied (and the copy counted).
+            Any strides; the last one should be 1, else it is copied (and the copy counted). So it is where its head_dim is
+            no multiple of 8 (float8_e4m3fn: 16), with zeros behind it, which `stats()` has as `padded`; k and v likewise.
         k: [batch, seqlen_k, num_heads_kv, head_dim]; num_heads_q must be a multiple of num_heads_kv. Query head h
             reads key head h // (num_heads_q // num_heads_kv).
         v: [batch, seqlen_k, num_heads_kv, head_dim_v].
