@@ -23,7 +23,8 @@ class Module:
     statuses: Annotated[dict[str, str], "kernel -> the matrix's word: verified or compiled"]
     calls: Annotated[int, "forward calls counted"]
     recomputes: Annotated[int, "forwards run again inside a backward (activation checkpointing)"]
-    copies: Annotated[int, "inputs copied because kernels cannot read their layout"]
+    copies: Annotated[int, "inputs copied because kernels cannot read their layout or head dim"]
+    padded: Annotated[dict[str, int], "which head dims were padded with zeros to what -> calls"]
     mask_materialised: Annotated[int, "dense masks made"]
     declines: Annotated[list[str], "why calls ran without a kernel, as code: text"]
 
@@ -99,7 +100,7 @@ def _run(name: str, model, inputs: dict, train: bool, save: str | None) -> Apply
     modules = [
         Module(
             row.path, row.class_name, row.dispatched, row.launches, row.backends, row.statuses, row.calls,
-            row.recomputes, row.copies, row.mask_materialised, [f"{code}: {text}" for code, text in row.reasons],
+            row.recomputes, row.copies, row.padded, row.mask_materialised, [f"{code}: {text}" for code, text in row.reasons],
         )
         for row in done.rows
     ]  # fmt: skip
@@ -154,4 +155,4 @@ def _print(report: ApplyReport) -> None:
 
 
 def _rest(module: Module) -> list:
-    return [module.copies, "; ".join(module.declines)]
+    return ["; ".join([str(module.copies), *module.padded]), "; ".join(module.declines)]

@@ -25,7 +25,8 @@ class Layer:
     recomputes: Annotated[int, "forwards run again inside a backward (activation checkpointing)"]
     launches: Annotated[dict[str, int], "kernel -> calls that ran on it"]
     declines: Annotated[dict[str, int], "why calls ran without a kernel, as code: text -> times"]
-    copies: Annotated[int, "inputs copied because kernels cannot read their layout"]
+    copies: Annotated[int, "inputs copied because kernels cannot read their layout or head dim"]
+    padded: Annotated[dict[str, int], "which head dims were padded with zeros to what -> calls"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def _report(script: str) -> RunReport:
         Layer(
             counts.name, counts.calls, counts.recomputes, dict(counts.launches),
             {f"{reason}: {text}": times for (reason, text), times in counts.declines.items()}, counts.copies,
+            dict(counts.padded),
         )
         for counts in counting.layers
         if counts.calls or counts.recomputes
@@ -143,7 +145,9 @@ def _print(report: RunReport) -> None:
             layer.path,
             layer.calls,
             layer.recomputes or "-",
-            ", ".join(f"{kernel} x {times}" for kernel, times in layer.launches.items()) or "-",
+            "; ".join(
+                [", ".join(f"{kernel} x {times}" for kernel, times in layer.launches.items()) or "-", *layer.padded]
+            ),
             "; ".join(f"{reason} x {times}" for reason, times in layer.declines.items()) or "-",
         ]
         for layer in report.layers

@@ -59,6 +59,8 @@ def check(
         _check_extras(problems, q, k, batch, bias, mask, key_ranges, alibi_slopes, sinks, varlen)
         _check_eight_bits(problems, q, k, v, batch, bias, sinks, descales)
         _check_lengths(problems, q, k, varlen, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    if not problems and mask is not None:
+        _check_mask_in_window(problems, mask, window_size, q.shape[1], k.shape[1], seqused_k)
     return problems
 
 
@@ -125,6 +127,12 @@ def _check_scalars(
     if not _is_window(window_size):
         problems.append(
             f"window_size is {_value(window_size)}; two numbers of keys (left, right) are needed, -1 for unlimited"
+        )
+    elif _is_truth(causal) and causal and window_size[1] > 0:
+        left, right = map(int, window_size)
+        problems.append(
+            f"causal is True, which hides every key to the right, and window_size is {(left, right)}, which shows {right}; "
+            f"pass causal=False for that window, or window_size=({left}, 0) or ({left}, -1) for a causal one"
         )
     if on_decline not in ("error", "fallback"):
         problems.append(f'on_decline is {on_decline!r}; it must be "error" or "fallback"')
@@ -236,6 +244,35 @@ def _check_eight_bits(problems: list[str], q, k, v, batch: int, bias, sinks, des
         elif _can_be_read(factors) and not bool(((factors >= 0) & factors.isfinite()).all()):
             wrong = factors[~((factors >= 0) & factors.isfinite())]
             problems.append(f"{name} has the value {float(wrong[0])}; factors must be finite and not negative")
+
+
+def _check_mask_in_window(problems: list[str], mask, window_size, seqlen_q: int, seqlen_k: int, seqused_k) -> None:
+    """A mask with queries and keys of its own that shows what the window hides: one of them is a mistake. A mask of one row
+    for all queries is padding, and one of a column for all keys says which queries there are: neither says how far one sees."""
+    if not _can_be_read(mask) or mask.dim() < 2 or mask.numel() == 0:
+        return
+    left, right = map(int, window_size)
+    if (left < 0 and right < 0) or any(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (-2, -1)):
+        return
+    shown = mask[(None,) * (4 - mask.dim())]
+    if seqused_k is None:
+        shown, lengths = shown.flatten(0, 1).any(0)[None], torch.tensor([seqlen_k], device="cpu")
+    elif _can_be_read(seqused_k):
+        shown, lengths = shown.any(1), seqused_k
+    else:
+        return
+    queries, keys = torch.arange(seqlen_q, device="cpu")[:, None], torch.arange(seqlen_k, device="cpu")
+    distance = keys - (queries + (lengths - seqlen_q)[:, None, None])  # from the diagonal of each sequence
+    hidden = (distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool)
+    if right >= 0:
+        hidden |= distance > right
+    found = (shown & hidden & (keys < lengths[:, None, None])).nonzero()
+    if len(found):
+        _, query, key = found[0].tolist()
+        problems.append(
+            f"mask shows query {query} the key {key}, which window_size {(left, right)} hides; pass mask & the window's own "
+            "mask where both are meant, or leave window_size out where the mask is"
+        )
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:

@@ -184,7 +184,7 @@ def _choice(problem: Problem, target: Device | Reason) -> Choice:
         return Choice(problem.direction, None, "", 0, "fallback", reasons)
     config = decision.config
     tile = f"{config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stage{'s' if config.num_stages > 1 else ''}"
-    notes = (decision.note,) if decision.note else ()
+    notes = tuple(filter(None, (decision.note, decision.padding)))
     return Choice(problem.direction, config.kernel, tile, planning.shared_memory(config), decision.status, notes)
 
 

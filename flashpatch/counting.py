@@ -22,7 +22,8 @@ class LayerCounts:
     recomputes: int = 0  # forwards run again inside a backward (activation checkpointing)
     launches: Counter = field(default_factory=Counter)  # kernel -> calls that ran on it
     declines: Counter = field(default_factory=Counter)  # (code, text) -> times
-    copies: int = 0  # inputs copied because kernels cannot read their layout
+    copies: int = 0  # inputs copied because kernels cannot read their layout or head dim
+    padded: Counter = field(default_factory=Counter)  # which head dims were padded to what -> calls
     mask_materialised: int = 0
     statuses: dict[str, str] = field(default_factory=dict)  # kernel -> "verified" or "compiled"
     backends: dict[str, str] = field(default_factory=dict)  # kernel -> "gpu" or "emulated"
@@ -39,6 +40,8 @@ class LayerCounts:
         self.launches[kernel] += 1
         if copies:
             self.copies += copies
+            if plan.padding:
+                self.padded[plan.padding] += 1
         if kernel not in self.statuses:
             self.statuses[kernel] = plan.status
             self.backends[kernel] = plan.device.backend
@@ -108,10 +111,11 @@ def callers_level() -> int:
 
 
 def stats() -> dict[str, dict]:
-    """This process so far: calls that ran per kernel, declines per reason, copies, over all layers."""
-    launches, declines = Counter(), Counter()
+    """This process so far: calls that ran per kernel, declines per reason, copies, padded head dims, over all layers."""
+    launches, declines, padded = Counter(), Counter(), Counter()
     for layer in layers:
         launches.update(layer.launches)
+        padded.update(layer.padded)
         declines.update({f"{code}: {text}": n for (code, text), n in layer.declines.items()})
     return {
         "calls": sum(layer.calls for layer in layers),
@@ -119,5 +123,6 @@ def stats() -> dict[str, dict]:
         "launches": dict(launches),
         "declines": dict(declines),
         "copies": sum(layer.copies for layer in layers),
+        "padded": dict(padded),
         "mask_materialised": sum(layer.mask_materialised for layer in layers),
     }

@@ -22,6 +22,7 @@ from pathlib import Path
 from . import counting
 
 VARIABLE = "FLASHPATCH_CACHE_DIR"
+EMULATOR = "emulator"  # the part with libraries for the CPU; cubins are in the folder itself
 
 
 # ---- the folder ----
@@ -34,8 +35,9 @@ def folder(part: str = "") -> Path | None:
 
 
 def fault() -> str:
-    """Why built files cannot be kept, in words; empty where they can."""
-    return _checked(_base())[1]
+    """Which folder cannot keep built files, and why, be it that of a part; empty where all can."""
+    path, why = _checked(_base())
+    return why if path is None else _checked(path / EMULATOR)[1]
 
 
 def _base() -> Path:

@@ -162,7 +162,7 @@ def _kept(name: str, build: Callable[[str], Path]) -> Path:
         with tempfile.TemporaryDirectory(prefix="flashpatch-build-") as folder:
             return build(folder).read_bytes()
 
-    return disk_cache.file(disk_cache.folder("emulator"), name, made)
+    return disk_cache.file(disk_cache.folder(disk_cache.EMULATOR), name, made)
 
 
 def _build_machine(texts: dict[str, str], compiler: tuple[str, ...]) -> Path:

@@ -12,6 +12,7 @@ import torch
 from . import fallback, launcher, planning, tensor_layouts
 from .call import Call
 from .counting import layers, record_decline, switched_on
+from .padding import PaddedForward
 from .problem import BuildFailure, Decline, DeclinedError, Device, Plan, Problem, Reason
 
 DTYPES = {
@@ -99,12 +100,12 @@ def forward(q, k, v, call: Call, layer: int, strict: bool, statistics: bool = Tr
     return fallback.forward(q, k, v, call)
 
 
-def prepare(q, k, v, call: Call) -> launcher.Forward | Decline:
+def prepare(q, k, v, call: Call) -> launcher.Forward | PaddedForward | Decline:
     """The forward of a call ready to launch, or why no kernel takes it; decided once per signature."""
     ready = _forwards.find(call, q, k, v)
     if ready is None:
         decision = decide("forward", q, k, v, call)
-        ready = launcher.Forward(decision, q, k, v, call) if isinstance(decision, Plan) else decision
+        ready = launcher.ready_forward(decision, q, k, v, call) if isinstance(decision, Plan) else decision
         _forwards.keep(ready, call, q, k, v)
     return ready
 
@@ -114,7 +115,8 @@ def backward(dout, dlogsumexp, q, k, v, out, logsumexp, call: Call, layer: int, 
     ready = _backwards.find(call, q, k, v, dout, out)
     if ready is None:
         decision = decide("backward", q, k, v, call)
-        ready = launcher.Backward(decision, dout, q, k, v, out, call) if isinstance(decision, Plan) else decision
+        plan = isinstance(decision, Plan)
+        ready = launcher.ready_backward(decision, dout, q, k, v, out, call) if plan else decision
         _backwards.keep(ready, call, q, k, v, dout, out)
     if ready.__class__ is not Decline:
         try:

@@ -12,6 +12,7 @@ from . import compiler, emulator, planning, tensor_maps
 from .call import Call, out_dtype
 from .kernel_launch import Kernel
 from .kernel_sets import configs
+from .padding import PaddedBackward, PaddedForward
 from .params import (
     ALL,
     COUNTERS,
@@ -47,12 +48,24 @@ def unavailable(backend: str) -> Reason | None:
 
 def forward(plan: Plan, q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, int]:
     """One forward of a Plan. Raises problem.BuildFailure if the kernel cannot be built or loaded here."""
-    return Forward(plan, q, k, v, call).run(q, k, v, call)
+    return ready_forward(plan, q, k, v, call).run(q, k, v, call)
 
 
 def backward(plan: Plan, dout, dlogsumexp, q, k, v, out, logsumexp, call: Call):
     """One backward of a Plan. Raises problem.BuildFailure if a kernel cannot be built or loaded here."""
-    return Backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
+    return ready_backward(plan, dout, q, k, v, out, call).run(dout, dlogsumexp, q, k, v, out, logsumexp, call)
+
+
+def ready_forward(plan: Plan, q, k, v, call: Call) -> Forward | PaddedForward:
+    """What runs a Plan's forward on tensors like these."""
+    return PaddedForward(Forward, plan, q, k, v, call) if plan.padded_to else Forward(plan, q, k, v, call)
+
+
+def ready_backward(plan: Plan, dout, q, k, v, out, call: Call) -> Backward | PaddedBackward:
+    """What runs a Plan's backward on tensors like these."""
+    if plan.padded_to:
+        return PaddedBackward(Backward, plan, dout, q, k, v, out, call)
+    return Backward(plan, dout, q, k, v, out, call)
 
 
 class Forward:

@@ -50,16 +50,20 @@ def attention(
 
     Args:
         q: [batch, seqlen_q, num_heads_q, head_dim], or [total_q, num_heads_q, head_dim] with `cu_seqlens_q`.
-            Any strides; the last one should be 1, else it is copied (and the copy counted).
+            Any strides; the last one should be 1, else it is copied (and the copy counted). So it is where its head_dim is
+            no multiple of 8 (float8_e4m3fn: 16), with zeros behind it, which `stats()` has as `padded`; k and v likewise.
         k: [batch, seqlen_k, num_heads_kv, head_dim]; num_heads_q must be a multiple of num_heads_kv. Query head h
             reads key head h // (num_heads_q // num_heads_kv).
         v: [batch, seqlen_k, num_heads_kv, head_dim_v].
-        causal: row i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned).
+        causal: row i sees keys up to i + seqlen_k - seqlen_q (bottom-right aligned); a `window_size` beside it shows none to
+            the right: (left, 0) or (left, -1).
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) keys around that diagonal, both ends included, -1 unlimited.
         softcap: c > 0 replaces a score s by c * tanh(s / c) before bias and mask.
         bias: added to the scores, broadcast to [batch, num_heads_q, seqlen_q, seqlen_k]; gets a gradient.
-        mask: boolean, True = attend, broadcast likewise.
+        mask: boolean, True = attend, broadcast likewise. A key is seen where causal, window_size, key_ranges and mask all
+            show it. A mask with queries and keys of its own that shows what `window_size` hides is an error where its values
+            can be read without waiting, on a CPU outside of compiled graphs; elsewhere, so on a GPU, the two are intersected.
         key_ranges: int32 [batch or 1, seqlen_q or 1, 2]; row i sees keys begin <= j < end. Packed documents,
             chunks, prefixes and image blocks without a dense mask.
         alibi_slopes: fp32 [num_heads_q] or [batch, num_heads_q]; adds -slope * |i + seqlen_k - seqlen_q - j|.

@@ -33,6 +33,7 @@ class ModuleRow:
     recomputes: int = 0
     launches: dict[str, int] = field(default_factory=dict)
     copies: int = 0
+    padded: dict[str, int] = field(default_factory=dict)  # which head dims were padded to what -> calls
     mask_materialised: int = 0
     statuses: dict[str, str] = field(default_factory=dict)  # kernel -> the matrix's word: verified or compiled
     backends: dict[str, str] = field(default_factory=dict)  # kernel -> gpu or emulated
@@ -76,7 +77,11 @@ def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None, conf
             ]
             reasons += list(shared.declines)
             counts = counting.LayerCounts(
-                counts.name, launches=shared.launches, statuses=shared.statuses, backends=shared.backends
+                counts.name,
+                launches=shared.launches,
+                padded=shared.padded,
+                statuses=shared.statuses,
+                backends=shared.backends,
             )
         else:
             reasons.insert(0, ("not_dispatched", "no forward has brought it to flashpatch since it was patched"))
@@ -87,7 +92,7 @@ def _row(path: str, class_name: str, tag: Tag | None, obstacle: str | None, conf
     forward = sorted(kernel for kernel in counts.launches if "forward" in kernel)
     return ModuleRow(
         path, class_name, True, reached, ", ".join(forward) or None, reasons, counts.calls, counts.recomputes,
-        dict(counts.launches), counts.copies, counts.mask_materialised, dict(counts.statuses), dict(counts.backends),
+        dict(counts.launches), counts.copies, dict(counts.padded), counts.mask_materialised, dict(counts.statuses), dict(counts.backends),
         tag.layer,
     )  # fmt: skip
 

@@ -123,7 +123,9 @@ def resolve(problem: Problem, device: Device, kernels: Collection[str] | None = 
 
 
 def _plan(problem: Problem, device: Device, kernels, matrix: Matrix) -> Plan | tuple[Reason, ...]:
-    reasons, buckets = _head_dim_reasons(problem, matrix)
+    sizes = tuple(padded_head_dim(size, problem.dtype) for size in (problem.head_dim, problem.head_dim_v))
+    padded_to = sizes if sizes != (problem.head_dim, problem.head_dim_v) else None
+    reasons, buckets = _head_dim_reasons(problem, sizes, matrix)
     if not reasons:
         wanted = sorted(problem.features | {"plain"})
         candidates = [
@@ -147,6 +149,7 @@ def _plan(problem: Problem, device: Device, kernels, matrix: Matrix) -> Plan | t
                         "verified" if verified else "compiled",
                         "; ".join(notes),
                         tuple(cell.name for cell in cells),
+                        padded_to,
                     )
                 reasons = [_shared_memory_reason(problem, device)]
         reasons = reasons or _feature_reasons(problem, device, wanted, max(buckets), matrix)
@@ -160,19 +163,26 @@ def stand_in_note(kernel: str, device: Device) -> str:
 
 
 def head_dim_step(dtype: str) -> int:
-    """What head dims are multiples of: at least 8 numbers, and 16 bytes."""
+    """What head dims are multiples of in a kernel: at least 8 numbers, and 16 bytes."""
     return max(8, 16 // ELEMENT_BYTES.get(dtype, 2))
 
 
-def _head_dim_reasons(problem: Problem, matrix: Matrix) -> tuple[list[Reason], tuple[int, int]]:
+def padded_head_dim(size: int, dtype: str) -> int:
+    """The head dim that a kernel is given for one of any size; what it lacks is padded with zeros."""
+    step = head_dim_step(dtype)
+    return -(-size // step) * step
+
+
+def _head_dim_reasons(
+    problem: Problem, padded: tuple[int, int], matrix: Matrix
+) -> tuple[list[Reason], tuple[int, int]]:
     reasons, buckets = [], []
-    step = head_dim_step(problem.dtype)
     for label, size, bucket, sizes in (
-        ("head_dim", problem.head_dim, matrix.bucket(problem.head_dim), matrix.head_dims),
-        ("head_dim_v", problem.head_dim_v, matrix.bucket_v(problem.head_dim_v), matrix.head_dims_v),
+        ("head_dim", problem.head_dim, matrix.bucket(padded[0]), matrix.head_dims),
+        ("head_dim_v", problem.head_dim_v, matrix.bucket_v(padded[1]), matrix.head_dims_v),
     ):
-        if size % step or size == 0:
-            reasons.append(Reason("head_dim", f"{label} {size} is not a multiple of {step}"))
+        if size == 0:
+            reasons.append(Reason("head_dim", f"{label} is 0"))
         elif bucket is None:
             reasons.append(Reason("head_dim", f"{label} {size} is above {max(sizes)}, the largest compiled"))
         buckets.append(bucket or 0)
@@ -229,7 +239,7 @@ def _nearest(problem: Problem, device: Device, matrix: Matrix) -> str:
 def _nearest_head_dims(problem: Problem, dtype: str, matrix: Matrix) -> Iterator[tuple[int, int]]:
     """Head dims of q and v to try: as asked, rounded up; those of one size, first the next larger, then the largest."""
     step = head_dim_step(dtype)
-    asked = tuple(max(1, -(-size // step)) * step for size in (problem.head_dim, problem.head_dim_v))
+    asked = tuple(padded_head_dim(max(1, size), dtype) for size in (problem.head_dim, problem.head_dim_v))
     yield asked
     above = [matrix.head_dims[0], *(bucket + step for bucket in matrix.head_dims[:-1])]
     for size in (max(asked), *(size for size in above if size > max(asked)), *reversed(matrix.head_dims)):

@@ -129,6 +129,27 @@ class Plan:
     status: str
     note: str = ""
     cells: tuple[str, ...] = field(default=())
+    padded_to: tuple[int, int] | None = (
+        None  # head dims of q and k, and of v, where zeros must go behind the given ones
+    )
+
+    @functools.cached_property
+    def padding(self) -> str:
+        """Which head dims are padded to what, and so which tensors are copied; empty where they are taken as they are."""
+        if self.padded_to is None:
+            return ""
+        given = (self.problem.head_dim, self.problem.head_dim_v)
+        beside_v = ("out", "dout") if self.problem.direction == "backward" else ()
+        words, copied = [], []
+        for label, size, padded, tensors in zip(
+            ("head_dim", "head_dim_v"), given, self.padded_to, (("q", "k"), ("v", *beside_v)), strict=True
+        ):
+            if size != padded:
+                words.append(f"{label} {size} padded to {padded}")
+                copied.extend(tensors)
+        if words[1:] and given[0] == given[1]:
+            words.pop()
+        return f"{', '.join(words)} ({', '.join(copied)} copied)"
 
     @functools.cached_property
     def label(self) -> str:

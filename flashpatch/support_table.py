@@ -16,7 +16,7 @@ class Support:
     direction: Annotated[str, "forward or backward"]
     dtype: Annotated[str, "dtype of q, k, v"]
     feature: Annotated[str, "plain: attention itself; otherwise what is asked beside it"]
-    head_dims: Annotated[list[int], "padded head dims; every multiple of 8 runs in the next one up"]
+    head_dims: Annotated[list[int], "padded head dims; every other runs in the next one up"]
     status: Annotated[str, "verified, compiled or unsupported"]
     kernel: Annotated[str | None, "kernel that runs it"]
     reason: Annotated[str, "why no kernel does, or a note"]
@@ -66,7 +66,7 @@ def markdown(matrix: support_matrix.Matrix) -> str:
     lines += [
         "",
         f"Kernels take {', '.join(dtypes[:-1])} and {dtypes[-1]} with head dims up to {max(matrix.head_dims)}{smaller} (padded "
-        f"to {dims}; every multiple of 8). A word stands for forward and backward; two words are forward / backward. "
+        f"to {dims}; what is no multiple of 8 through a copy with zeros behind it, named in reports). A word stands for forward and backward; two words are forward / backward. "
         "*verified*: ran on that generation and passed, the evidence is in `tests/evidence`. *compiled*: builds for "
         "it and passes in the CPU emulator, no run of it there is on record. *fallback*: no kernel; computed exactly by torch operators "
         "in tiles, and counted.",
@@ -83,7 +83,7 @@ def markdown(matrix: support_matrix.Matrix) -> str:
         dims = ", ".join(map(str, sorted({cell.head_dim for cell in cells})))
         step = planning.head_dim_step(dtype)
         lines[-1] += (
-            f" {dtype} with factors per head: the forward on {titles}, padded to head dims {dims}; every multiple of {step}."
+            f" {dtype} with factors per head: the forward on {titles}, padded to head dims {dims}, through a copy what is no multiple of {step}."
         )
     lines[-1] += f" Largest head dims, forward / backward: {_largest_head_dims(matrix)}."
     together = [

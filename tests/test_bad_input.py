@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashpatch
-from flashpatch import ops
+from flashpatch import ops, reference
 from flashpatch.call import Call
 
 
@@ -32,6 +32,21 @@ BAD = {
     "window-number": ({"window_size": 4}, r"window_size is 4; two numbers"),
     "window-fraction": ({"window_size": (1.5, 0)}, r"window_size is \(1\.5, 0\); two numbers"),
     "window-negative": ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\).*-1 for unlimited"),
+    "causal-window-right": (
+        {"causal": True, "window_size": (3, 2)},
+        r"causal is True.*window_size is \(3, 2\).*causal=False.*window_size=\(3, 0\) or \(3, -1\)",
+    ),
+    "window-mask": (
+        {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril()},
+        r"mask shows query 2 the key 0, which window_size \(1, 0\) hides; pass mask & the window's.*leave window_size out",
+    ),
+    "window-mask-right": (
+        {"window_size": (-1, 2), "mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, r"mask shows query 0 the key 3",
+    ),
+    "window-mask-used": (
+        {"window_size": (0, 0), "mask": torch.eye(6, dtype=torch.bool), "seqused_k": offsets(6, 5)},
+        r"mask shows query 0 the key 0, which",
+    ),
     "causal-word": ({"causal": "yes"}, r"causal is 'yes'; True or False"),
     "dropout-one": ({"dropout_p": 1.0}, r"dropout_p is 1\.0; it must be in \[0, 1\)"),
     "dropout-negative": ({"dropout_p": -0.1}, r"dropout_p is -0\.1"),
@@ -84,6 +99,43 @@ def test_bad_arguments_are_named(name):
     keywords, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         flashpatch.attention(*qkv(), **{"on_decline": "fallback", **keywords})
+
+
+AGREEING = {
+    "inside": {"window_size": (1, 0), "mask": torch.eye(6, dtype=torch.bool)},
+    "padding": {"window_size": (1, 0), "mask": torch.ones(2, 1, 1, 6, dtype=torch.bool)},
+    "padding, expanded": {"window_size": (1, 0), "mask": torch.ones(2, 1, 1, 6, dtype=torch.bool).expand(2, 1, 6, 6)},
+    "queries": {"window_size": (1, 0), "mask": torch.arange(6)[:, None] > 2},
+    "causal alone": {"causal": True, "mask": torch.ones(6, 6, dtype=torch.bool)},
+    "causal, left": {"causal": True, "window_size": (2, -1)},
+    "causal, left and none": {"causal": True, "window_size": (2, 0)},
+    "wide": {"window_size": (5, 5), "mask": torch.ones(6, 6, dtype=torch.bool)},
+    "unused keys": {
+        "window_size": (-1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril(-4) | torch.eye(6, dtype=torch.bool)[5],
+        "seqused_k": offsets(2, 2),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+@pytest.mark.parametrize("name", AGREEING)
+def test_what_agrees_is_intersected(name):
+    out = flashpatch.attention(*qkv(), **AGREEING[name], on_decline="fallback")
+    expected, _ = reference.attention(*qkv(), **AGREEING[name])
+    torch.testing.assert_close(out, expected.float())
+
+
+@pytest.mark.filterwarnings("ignore:flashpatch")
+def test_a_mask_that_a_window_narrows_is_no_error_where_nobody_looks():
+    """In a compiled graph, as on a GPU, the two are intersected; so they are where a model's mask means both."""
+    given = {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril()}
+    compiled = torch.compile(
+        lambda q, k, v: flashpatch.attention(q, k, v, **given, on_decline="fallback"), backend="aot_eager"
+    )
+    expected = reference.attention(*qkv(), **given)[0].float()
+    torch.testing.assert_close(compiled(*qkv()), expected)
+    call = Call(0.25, 6, 6, window_left=1, window_right=0, mask=given["mask"][None, None])
+    torch.testing.assert_close(ops.attend(*qkv(), call, 0)[0], expected)
 
 
 @pytest.mark.parametrize("name", BAD_PACKED)

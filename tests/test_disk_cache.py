@@ -83,6 +83,22 @@ def test_no_folder_is_said_once(named):
 
 
 @posix
+@pytest.mark.parametrize("obstacle", ["a file", "open to others"])
+def test_a_part_that_cannot_be_kept_is_named_with_its_reason(named, obstacle):
+    part = named(0o700) / disk_cache.EMULATOR
+    if obstacle == "a file":
+        part.touch()
+    else:
+        part.mkdir()
+        part.chmod(0o777)
+    assert disk_cache.folder() == part.parent and disk_cache.folder(disk_cache.EMULATOR) is None
+    disk_cache._warn_of_no_folder.cache_clear()
+    why = f"{part} cannot be written" if obstacle == "a file" else f"others can write to {part} "
+    with pytest.warns(UserWarning, match=f"cannot be kept: {why}"):
+        disk_cache.file(disk_cache.folder(disk_cache.EMULATOR), "entry", lambda: b"content")
+
+
+@posix
 def test_somebody_elses_folder_is_refused(named, monkeypatch):
     named(0o755)
     another = os.getuid() + 1

@@ -30,7 +30,7 @@ LAYERS = [
     {"tensor_maps", "tile_counts", "kernel_sets"},
     {"params"},
     {"kernel_launch"},
-    {"workspaces"},
+    {"workspaces", "padding"},
     {"launcher", "fallback", "pair_fallback"},
     {"execution", "pair_launching"},
     {"operators", "known_calls"},

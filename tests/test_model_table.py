@@ -29,6 +29,7 @@ def test_a_type_is_equal_to_eager(model_type):
     row = model_table.in_a_process(model_type)
     check(row)
     assert row["outcome"] == "equal" and row["dispatched"] > 0
+    assert row["checks"].get("generate", "equal").startswith("equal")
 
 
 @pytest.mark.slow

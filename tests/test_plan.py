@@ -143,8 +143,7 @@ def printed_answer(problem, generation):
     """(kernel, status) that the matrix gives a problem, or the set of reasons why none, by its rows alone."""
     sizes = (problem.head_dim, problem.head_dim_v)
     largest = (max(RAW["head_dims"]), max(RAW["head_dims_v"]))
-    step = 16 if problem.dtype == "float8_e4m3fn" else 8
-    if any(size % step or not 0 < size <= limit for size, limit in zip(sizes, largest, strict=True)):
+    if any(not 0 < size <= limit for size, limit in zip(sizes, largest, strict=True)):
         return {"head_dim"}
     bucket = min(size for size in RAW["head_dims"] if size >= max(sizes))
     kernels, unsupported = rows_for(generation, problem.direction, problem.dtype, bucket)
@@ -190,7 +189,11 @@ def test_a_faked_gpu_gets_what_the_matrix_prints(device, problem):
     answer, printed = resolve(problem, device), printed_answer(problem, device.generation)
     if isinstance(answer, Plan):
         assert (answer.config.kernel, answer.status) == printed
-        assert answer.config.head_dim >= problem.head_dim and answer.config.head_dim_v >= problem.head_dim_v
+        step = 16 if problem.dtype == "float8_e4m3fn" else 8
+        given, taken = (problem.head_dim, problem.head_dim_v), (answer.config.head_dim, answer.config.head_dim_v)
+        padded = answer.padded_to or given
+        for size, zeros_end, bucket in zip(given, padded, taken, strict=True):
+            assert zeros_end % step == 0 and 0 <= zeros_end - size < step and zeros_end <= bucket
         assert shared_memory(answer.config) <= device.shared_memory
     elif printed == {"head_dim"}:
         assert {reason.code for reason in answer.reasons} == printed
@@ -282,9 +285,9 @@ def test_the_switch_reaches_calls(monkeypatch):
 
 
 def test_all_reasons_at_once_and_what_would_run():
-    answer = resolve(Problem("forward", "float32", 100, 52), planning.gpu("h200"))
+    answer = resolve(Problem("forward", "float32", 1000, 0), planning.gpu("h200"))
     assert [reason.code for reason in answer.reasons] == ["head_dim", "head_dim"]
-    assert "multiple of 8" in str(answer) and "104" in answer.nearest
+    assert "1000 is above 576" in str(answer) and "head_dim 256" in answer.nearest
     answer = resolve(Problem("backward", "float64", 64, 64, frozenset({"bias"})), planning.gpu("h200"))
     assert {reason.code for reason in answer.reasons} == {"dtype"}
     assert answer.nearest.startswith("bfloat16, head_dim 64")
@@ -318,7 +321,7 @@ def test_the_nearest_request_runs_and_is_not_the_one_declined(generation):
         ("h200", "float8_e4m3fn", 32, (), "float8_e4m3fn, head_dim 48"),
         ("a10", "bfloat16", 512, ("causal",), "bfloat16, head_dim 256, causal"),
         ("a100", "bfloat16", 64, ("bias", "varlen", "causal"), "bfloat16, head_dim 64, bias + causal"),
-        ("a100", "bfloat16", 4, (), "bfloat16, head_dim 8"),
+        ("a100", "bfloat16", 0, (), "bfloat16, head_dim 8"),
         ("v100", "float16", 64, (), ""),
     ],
 )
