@@ -130,6 +130,8 @@ template <int kCount> DEVICE void pin(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) pin(registers[i]);
 }
+// What is computed from `second` comes after `first`. No instruction.
+DEVICE void pin_order(float& first, float& second) { asm volatile("" : "+f"(first), "+f"(second)::"memory"); }
 template <int kCount> DEVICE void pin(u32 (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");

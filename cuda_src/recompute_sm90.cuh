@@ -26,7 +26,7 @@ DEVICE void recompute_row(const Params& p, const Sequence& s, int head, int i, f
       dot += widen(ld_global(q + d)) * widen(ld_global(k.from(j).first + d));
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes >>= 1) dot += shfl_xor(dot, lanes);
-    if constexpr (kHasSoftcap) dot = tanh_of(dot * scores.argument);
+    if constexpr (kHasSoftcap) dot = capped(dot, 1.f, scores.argument, small_cap_of(1.f, scores.argument));
     const float x = score_log2(s, scores, dot, 0.f, i, j, derivative);
     const float probability = exp2_approx(x - logsumexp * kLog2e);
 #pragma unroll

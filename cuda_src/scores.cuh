@@ -44,12 +44,12 @@ DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
 DEVICE float widen(u16 bits) { return unpack<kIsBf16>(bits).x; }
 DEVICE float widen(float x) { return x; }
 
-// tanh to about 2 ulp. (tanh.approx would cost 5e-4 of the softcap, more than fp16 inputs lose.) Small arguments by the odd polynomial of
-// its degree that is nearest to tanh relative to it, 4e-8: 1 - 2 / (1 + e^2x) is exact to 1e-7 of 1, not of a small tanh.
+// tanh as 1 - 2 / (1 + e^2x): exact to 1e-7. (tanh.approx would cost 5e-4 of the softcap, more than fp16 inputs lose.)
+DEVICE float large_tanh_of(float x) { return 1.f - 2.f * rcp_approx(1.f + exp2_approx(x * (2.f * kLog2e))); }
+// tanh to about 2 ulp of itself: of small arguments by the odd polynomial of its degree that is nearest relative to it, 4e-8.
 DEVICE float tanh_of(float x) {
   const float w = x * x, rest = -0.33332947f + w * (0.13320725f + w * (-0.05267181f + w * 0.01643758f));
-  const float small = x + x * w * rest, large = 1.f - 2.f * rcp_approx(1.f + exp2_approx(x * (2.f * kLog2e)));
-  return fabsf(x) < 0.55f ? small : large;  // of -inf, where `small` is NaN, -1
+  return fabsf(x) < 0.55f ? x + x * w * rest : large_tanh_of(x);
 }
 
 // Score in base 2 of row i, key j from q.k, with a softcap from tanh(argument * q.k), and its bias. `derivative` becomes
@@ -111,21 +111,25 @@ template <class T, int kCount> DEVICE float bound_of(const T (&frags)[kCount]) {
 // Whether a warp takes small_cap_of() for q.k up to `bound`.
 DEVICE bool all_small(float bound, const Scores& scores) { return !kIsFp32 && vote_all(bound * scores.argument <= kSmallTanh); }
 
+// c tanh(a x) of any x; `small` is small_cap_of(c, a). A 16-bit call's large scores need no more than an absolute error.
+DEVICE float capped(float x, float c, float a, const Cap& small) {
+  if constexpr (kIsFp32) return c * tanh_of(a * x);
+  else return fabsf(x) * a <= kSmallTanh ? small.of(x) : c * large_tanh_of(a * x);
+}
+
 // q.k -> tanh(softmax_scale q.k / softcap), by a warp.
 template <class Frag> DEVICE void apply_tanh(Frag& s_frag, const Scores& scores) {
-  if (all_small(bound_of(s_frag), scores)) {
-    const Cap cap = small_cap_of(1.f, scores.argument);
-    each(s_frag, [&](float& s) { s = cap.of(s); });
-  } else {
-    each(s_frag, [&](float& s) { s = tanh_of(s * scores.argument); });
-  }
+  const Cap small = small_cap_of(1.f, scores.argument);
+  if (all_small(bound_of(s_frag), scores)) each(s_frag, [&](float& s) { s = small.of(s); });
+  else each(s_frag, [&](float& s) { s = capped(s, 1.f, scores.argument, small); });
 }
 
 // The Cap that makes scores in base 2 of a warp's q.k. Where one is too large for it, all are replaced by their scores, which the
 // Cap returned leaves as they are.
 template <class Frag> DEVICE Cap cap_of(Frag& s_frag, const Scores& scores) {
-  if (all_small(bound_of(s_frag), scores)) return small_cap_of(scores.softcap_log2, scores.argument);
-  each(s_frag, [&](float& s) { s = scores.softcap_log2 * tanh_of(s * scores.argument); });
+  const Cap small = small_cap_of(scores.softcap_log2, scores.argument);
+  if (all_small(bound_of(s_frag), scores)) return small;
+  each(s_frag, [&](float& s) { s = capped(s, scores.softcap_log2, scores.argument, small); });
   return kScoresThemselves;
 }
 

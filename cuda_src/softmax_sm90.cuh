@@ -39,14 +39,12 @@ template <int kCount> DEVICE BoundedCap bounded_cap_of(float (&s_frag)[kCount], 
 #pragma unroll
   for (int i = 0; i < kCount; ++i) largest[i & 3] = maximum(largest[i & 3], fabsf(s_frag[i]));
   const float rows[2] = {maximum(largest[0], largest[1]), maximum(largest[2], largest[3])};
-  if (all_small(maximum(rows[0], rows[1]), scores)) {
-    const Cap cap = small_cap_of(scores.softcap_log2, scores.argument);
-    return {cap, {cap.of(rows[0]), cap.of(rows[1])}};
-  }
+  const Cap small = small_cap_of(scores.softcap_log2, scores.argument);
+  if (all_small(maximum(rows[0], rows[1]), scores)) return {small, {small.of(rows[0]), small.of(rows[1])}};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    s_frag[i] = scores.softcap_log2 * tanh_of(s_frag[i] * scores.argument);
-    pin(s_frag[i]);  // one after the other: side by side they take registers from the main loop
+    s_frag[i] = capped(s_frag[i], scores.softcap_log2, scores.argument, small);
+    if (i + 4 < kCount) pin_order(s_frag[i], s_frag[i + 4]);  // four at a time: more take registers from the main loop
   }
   return {kScoresThemselves, {scores.softcap_log2, scores.softcap_log2}};
 }

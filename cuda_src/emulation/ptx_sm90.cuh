@@ -86,6 +86,7 @@ DEVICE void wgmma_commit(SITE) { emulation::wgmma_commit(site); }
 template <int kPending> DEVICE void wgmma_wait(SITE) { emulation::wgmma_wait(kPending, site); }
 // Holds back an optimiser that does not know wgmma; here the wait is a call like any other.
 DEVICE void pin(float&) {}
+DEVICE void pin_order(float&, float&) {}
 template <int kCount> DEVICE void pin(float (&)[kCount]) {}
 template <int kCount> DEVICE void pin(u32 (&)[kCount]) {}
 
