@@ -35,7 +35,7 @@ class Cost:
     milliseconds: Annotated[float | None, "median over rounds"] = None
     tflops: Annotated[float | None, "TFLOP/s, counting the scores that are visible"] = None
     cost: Annotated[float | None, "time per visible score over the plain kernel's, timed beside it, median"] = None
-    quartiles: Annotated[list[float] | None, "of the samples that cost is the median of, the first and the third"] = None
+    quartiles: Annotated[list[float] | None, "first and third, of the samples of cost"] = None
     error: Annotated[str, "why it did not run; empty if it did"] = ""
 
 

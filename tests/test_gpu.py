@@ -144,6 +144,32 @@ def test_a_cold_call_in_a_capture_is_a_clear_error():
     assert flashpatch.attention(q, k, v, softcap=7.0).isfinite().all()
 
 
+@pytest.mark.parametrize("head_dim", [4, 20, 65, 250])
+def test_a_head_dim_of_any_size_runs_on_kernels(head_dim):
+    """Through copies with zeros behind them, forward and backward, and a captured graph too."""
+    counting.reset_counts()
+    leaves = qkv(head_dim=head_dim, grad=True)
+    out = flashpatch.attention(*leaves, causal=True)
+    dout = torch.randn_like(out)
+    found = (out, *torch.autograd.grad(out, leaves, dout))
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact, _ = reference.attention(*wide, causal=True)
+    eager, _ = reference.attention(*leaves, causal=True, upcast=False)
+    rights = (exact, *torch.autograd.grad(exact, wide, dout.double()))
+    theirs = (eager, *torch.autograd.grad(eager, leaves, dout))
+    for name, mine, other, right in zip(("out", "dq", "dk", "dv"), found, theirs, rights, strict=True):
+        outcome = tolerance.compare(mine, other, right, factor=3.0 if name.startswith("d") else 2.0)
+        assert outcome.ok, outcome.message(name)
+    stats = flashpatch.stats()
+    assert not stats["declines"] and sum(stats["padded"].values()) == 2
+    q, k, v = (leaf.detach() for leaf in leaves)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flashpatch.attention(q, k, v, causal=True)
+    graph.replay()
+    assert torch.equal(captured, out)
+
+
 @pytest.mark.parametrize("kind", ["plain", "gqa-causal", "varlen", "fallback"])
 def test_nothing_waits_for_the_gpu(kind):
     q, k, v = qkv(seqlen=64, grad=True)

@@ -586,7 +586,7 @@ BUGS = [
     Bug("dropout.cuh", "wrong side", "rare ? ~0u : 0u", "~0u", "DROPOUT_RARELY_KEPT"),
     Bug("scores.cuh", "beyond its range", "kSmallTanh = 0.4f", "kSmallTanh = 400.f", "SCORES"),
     Bug("scores.cuh", "wrong polynomial", "else return {first * kTanh1, third * kTanh3", "else return {first * kTanh1, first * kTanh3", "SMALL_SCORES"),
-    Bug("scores.cuh", "tanh of a small argument", "fabsf(x) < 0.55f ? small : large", "large", "FP32_CAPPED"),
+    Bug("scores.cuh", "tanh of a small argument", "fabsf(x) < 0.55f ? x + x * w * rest : large_tanh_of(x)", "large_tanh_of(x)", "FP32_CAPPED"),
     Bug("scores.cuh", "scores that are changed", "{1.f, 0.f, 1e-44f}", "{1.f, 0.f, 1e-4f}", "FP32_CAPPED"),
     Bug("backward_sm90.cuh", "hidden gradient", "maximum(1.f - x * x, 0.f);  // hidden", "(1.f - x * x);  // hidden", "HOPPER_BACKWARD_CAPPED"),
     # sequences
