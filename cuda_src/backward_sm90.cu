@@ -21,11 +21,10 @@ constexpr int kWarpDqBytes = kWarpDqFloats * 4;
 constexpr int kDsOffset = kOwnOffset, kDqOffset = kDsOffset + 2 * ScoreTile::kBytes;
 constexpr int kStepDone = kOwnBarriers, kDqFull = kStepDone + 8, kDqEmpty = kDqFull + 16;
 constexpr int kSharedMemory = kDqOffset + kConsumerWarps * kWarpDqBytes;
-// 128 queries a step leave no registers for P^T in fp32 between dV and dS. (With a softcap, whose P^T * dtanh is one more
-// packed operand until then, they spill: half as fast.)
-constexpr bool kKeepsP = kBlockM == 64;
+// 128 queries a step leave no registers for P^T in fp32 between dV and dS: dS takes the packed one, with a softcap P^T * dtanh, packed too.
+constexpr bool kKeepsP = kBlockM == 64, kPacksWeights = kHasSoftcap && !kKeepsP;
 static_assert(kBlockN == 128 && kNumWarps == 12, "64 keys to each of two warpgroups");
-static_assert(kBlockM == 64 || kBlockM == 128 && kHeadDim == 64 && !kHasSoftcap, "accumulators in 240 registers");
+static_assert(kBlockM == 64 || kBlockM == 128 && kHeadDim == 64, "accumulators in 240 registers");
 
 // Deterministic, a thread for each warpgroup: adds the dQ that it stages, step by step, each in its turn. Threads of their own, so that
 // only they wait for other CTAs, and two, so that one's sums are on their way to memory while the other waits for its turn (head dim 128,
@@ -100,6 +99,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
     float dk_frag[kHeadDim / 2], dv_frag[kHeadDim / 2];             // [64 keys, kHeadDim]
     float s_frag[kBlockM / 2], dp_frag[kBlockM / 2];                // [64 keys, kBlockM]: S^T, then P^T; dP^T
     u32 p_frag[kBlockM / 4], ds_frag[kBlockM / 4];                  // P^T and dS^T as A operands
+    u32 weight_frag[kBlockM / 4];                                   // P^T * dtanh
     float logsumexp[kBlockM / 4];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk_frag[i] = dv_frag[i] = 0.f;
@@ -166,7 +166,11 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
       pin(s_frag);
       if constexpr (kHasSoftcap) apply_tanh(s_frag, scores);
       mask.apply(s_frag, walk.m_block * kBlockM);
-      probabilities(s_frag, p_frag, logsumexp, scores);
+      probabilities(s_frag, p_frag, logsumexp, scores, [&](int pair, float first, float second) {
+        if constexpr (kPacksWeights) weight_frag[pair] = pack<kIsBf16>(first, second);
+        else s_frag[2 * pair] = first, s_frag[2 * pair + 1] = second;
+      });
+      if constexpr (kPacksWeights) pin(weight_frag);
       if constexpr (kKeepsP) pin(s_frag);
       pin(p_frag);
       // Both warpgroups are through with step j - 1: dS_{j-1} is there (read after write), dQ_{j-2} has read what dS_j overwrites.
@@ -184,7 +188,7 @@ KERNEL(kThreads, 1) attention_backward_sm90(GRID_CONSTANT ParamsSm90 params) {
       wgmma_fence();
       issue_multiply<QueryTile>(dv_frag, p_frag, dout_at(stage));
       if constexpr (kKeepsP) score_gradients(ds_frag, s_frag, dp_frag, negative_delta);
-      else score_gradients(ds_frag, p_frag, dp_frag, negative_delta);
+      else score_gradients(ds_frag, kPacksWeights ? weight_frag : p_frag, dp_frag, negative_delta);
       store_scores(ScoreTile{smem.base + kDsOffset + stage * ScoreTile::kBytes}, warp_row, ds_frag);
       if constexpr (!kLast) load_logsumexp(step + 1);
       wgmma_fence();

@@ -278,23 +278,24 @@ template <int kCount> DEVICE void load_statistics(float (&statistics)[kCount], u
     statistics[2 * j] = pair.x, statistics[2 * j + 1] = pair.y;
   }
 }
-// P^T = exp2(S^T - logsumexp), packed as the A operand of dV; S^T is q.k, with a softcap its tanh, -inf where it is hidden. `s` becomes
-// what dS^T takes of it: P^T, with a softcap P^T * dtanh.
-template <int kCount> DEVICE void probabilities(float (&s)[kCount], u32 (&p_frag)[kCount / 2], const float (&logsumexp)[kCount / 2], const Scores& scores) {
+// P^T = exp2(S^T - logsumexp), packed as the A operand of dV; S^T is q.k, with a softcap its tanh, -inf where it is hidden. keep(pair,
+// first, second) gets what dS^T takes of it: P^T, with a softcap P^T * dtanh.
+template <int kCount, class Keep>
+DEVICE void probabilities(const float (&s)[kCount], u32 (&p_frag)[kCount / 2], const float (&logsumexp)[kCount / 2], const Scores& scores, const Keep& keep) {
 #pragma unroll
   for (int pair = 0; pair < kCount / 2; ++pair) {
-    float probability[2];
+    float probability[2], weight[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float& x = s[2 * pair + e];
-      const float subtracted = logsumexp[pair / 2 * 2 + e];
+      const float x = s[2 * pair + e], subtracted = logsumexp[pair / 2 * 2 + e];
       if constexpr (kHasSoftcap) {
         probability[e] = exp2_approx(x * scores.softcap_log2 - subtracted);
-        x = probability[e] * maximum(1.f - x * x, 0.f);  // hidden: 0 * 0, not 0 * -inf
+        weight[e] = probability[e] * maximum(1.f - x * x, 0.f);  // hidden: 0 * 0, not 0 * -inf
       } else {
-        x = probability[e] = exp2_approx(x * scores.scale_log2 - subtracted);
+        weight[e] = probability[e] = exp2_approx(x * scores.scale_log2 - subtracted);
       }
     }
+    keep(pair, weight[0], weight[1]);
     p_frag[pair] = pack<kIsBf16>(probability[0], probability[1]);
   }
 }

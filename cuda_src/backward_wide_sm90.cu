@@ -141,7 +141,9 @@ KERNEL(kThreads, 1) attention_backward_wide_sm90(GRID_CONSTANT ParamsSm90 params
         u32 p_frag[kBlockM / 4];
         if constexpr (kHasSoftcap) apply_tanh(s_frag, scores);
         mask.apply(s_frag, walk.m_block * kBlockM);
-        probabilities(s_frag, p_frag, logsumexp, scores);
+        probabilities(s_frag, p_frag, logsumexp, scores, [&](int pair, float first, float second) {
+          s_frag[2 * pair] = first, s_frag[2 * pair + 1] = second;
+        });
         mbarrier_wait(smem.barrier(kPEmpty), (step & 1) ^ 1);           // write after read: P^T of the step before has been read
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i)
