@@ -11,10 +11,13 @@ constexpr bool kCapsInSoftmax = kHasSoftcap && !kHasBias && !kHasAlibi;  // forw
 DEVICE float descale(const Params& p, const float* factors, int batch, int head) {
   return factors ? ld_global(factors + ((i64)batch * p.num_heads_kv + head / (p.num_heads_q / p.num_heads_kv))) : 1.f;
 }
-// What q.k is multiplied by. A descale of 0, of a tensor of zeros, must not make -inf of a hidden score a NaN.
+// In 8 bits, by factors that only the device knows, a scale may be anything: neither 0, which makes NaN of a hidden score's -inf, nor Inf
+// (or NaN, which is what Inf divided is here), which makes it of a q.k of 0.
+DEVICE float within_range(float scale) { return kIsE4m3 ? maximum(-maximum(-scale, -1e30f), 1e-30f) : scale; }
+// What q.k is multiplied by.
 DEVICE float score_scale(const Params& p, int batch, int head) {
   if constexpr (!kIsE4m3) return p.softmax_scale;
-  else return maximum(p.softmax_scale * descale(p, p.q_descale, batch, head) * descale(p, p.k_descale, batch, head), 1e-30f);
+  else return within_range(p.softmax_scale * descale(p, p.q_descale, batch, head) * descale(p, p.k_descale, batch, head));
 }
 
 struct Scores {
@@ -34,7 +37,7 @@ DEVICE Scores scores_of(const Params& p, const Sequence& s, int head) {
   const float scale = score_scale(p, s.batch, head);
   scores.scale_log2 = scale * kLog2e;
   if constexpr (kHasSoftcap) {
-    scores.argument = quotient(scale, p.softcap);
+    scores.argument = within_range(quotient(scale, p.softcap));
     scores.softcap_log2 = p.softcap * kLog2e;
   }
   if constexpr (kHasAlibi) scores.slope_log2 = ld_global(p.alibi_slopes + (s.batch * p.alibi_stride_batch + head)) * kLog2e;
@@ -78,10 +81,11 @@ struct Cap {
   DEVICE float minus(float x, float, float offset) const { return x * factor(x) - offset; }
 };
 // Calls whose coefficients leave the range of fp32 are declined (execution.py). In 8 bits factors may do that here: where they are too
-// small, q.k is far too small for what they add; where they are too large, q.k is 0.
+// small, q.k is far too small for what they add; where they are too large, only a q.k of 0 takes them.
 DEVICE Cap small_cap_of(float c, float a) {
   const float first = c * a, third = first * a * a, fifth = third * a * a;
-  if constexpr (kIsE4m3) return {first * kTanh1, maximum(third * kTanh3, -1e37f), -maximum(-maximum(fifth * kTanh5, 1e-44f), -1e37f)};
+  const auto finite = [](float x) { return maximum(-maximum(-x, -1e37f), -1e37f); };
+  if constexpr (kIsE4m3) return {finite(first * kTanh1), finite(third * kTanh3), maximum(finite(fifth * kTanh5), 1e-44f)};
   else return {first * kTanh1, third * kTanh3, fifth * kTanh5};
 }
 constexpr Cap kScoresThemselves = {1.f, 0.f, 1e-44f};  // to an ulp up to 1e9, the largest softcap taken

@@ -190,8 +190,8 @@ def test_a_call_runs_on_the_kernels_and_factors_broadcast(emulated):
 
 
 @needs_emulator
-@pytest.mark.parametrize("factor", [1e-20, 5e-4, 1.0, 30.0])
-@pytest.mark.parametrize("softcap", [5.0, 50.0, 1e6])
+@pytest.mark.parametrize("factor", [1e-20, 5e-4, 1.0, 30.0, 1e19])
+@pytest.mark.parametrize("softcap", [1e-3, 5.0, 50.0, 1e6])
 def test_a_softcap_goes_with_factors_of_any_size(emulated, softcap, factor):
     """They go into the coefficients of its polynomial, which neither underflow to a NaN of hidden scores nor overflow."""
     q, k, v = qkv(seqlen_q=70, seqlen_k=70)
@@ -215,6 +215,18 @@ def test_factors_of_zero_hide_nothing(emulated, softcap):
     q, k, v = qkv()
     out = flashpatch.attention(q, k, v, causal=True, softcap=softcap, q_descale=torch.zeros(()))
     exact, _ = reference.attention(q.double() * 0, k.double(), v.double(), causal=True)
+    close(out, exact, exact.to(torch.bfloat16))
+
+
+@needs_emulator
+@pytest.mark.parametrize("softcap", [0.0, 1e-3, 50.0, 1e9])
+def test_factors_beyond_fp32_leave_a_product_of_0_alone(emulated, softcap):
+    q, k, v = qkv()
+    zeros = torch.zeros_like(q.float()).to(q.dtype)
+    out = flashpatch.attention(
+        zeros, k, v, softcap=softcap, softmax_scale=10.0, q_descale=torch.tensor(1e20), k_descale=torch.tensor(1e20)
+    )
+    exact, _ = reference.attention(zeros.double(), k.double(), v.double())
     close(out, exact, exact.to(torch.bfloat16))
 
 

@@ -791,7 +791,7 @@ BUGS = [
     Bug("backward_wide_sm90.cu", "lost last step", "const auto last_dq = [&] {\n      if (dq_is_due()) {", "const auto last_dq = [&] {\n      if (false) {", "WIDE_CAUSAL"),
     Bug("backward_wide_sm90.cu", "stale record", "previous = walk.record;", "", "WIDE"),
     Bug("backward_wide_sm90.cu", "missing scale", "store_gradient(p, gradient, p.softmax_scale,", "store_gradient(p, gradient, 1.f,", "WIDE"),
-    Bug("backward_wide_sm90.cu", "swapped statistics", "probabilities(s_frag, p_frag, logsumexp, scores);", "probabilities(s_frag, p_frag, (float (&)[kBlockM / 4])s_frag, scores);", "WIDE"),
+    Bug("backward_wide_sm90.cu", "swapped statistics", "probabilities(s_frag, p_frag, logsumexp, scores, ", "probabilities(s_frag, p_frag, (float (&)[kBlockM / 4])s_frag, scores, ", "WIDE"),
     Bug("backward_wide_sm90.cu", "dropped turn", "await_turn(p, previous, kAddersPerBlock * turns_before(sequence, task.n_block, previous_m));", "", "WIDE_ORDERED"),
     Bug("backward_wide_sm90.cu", "dropped barrier", "barrier_sync(1 + warpgroup, 128);                               // our turn", "// our turn", "WIDE_ORDERED"),
     Bug("backward_wide_sm90.cu", "dropped barrier", "barrier_sync(1 + warpgroup, 128);                                 // everybody's", "// everybody's", "WIDE_ORDERED"),
