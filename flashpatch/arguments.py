@@ -59,8 +59,8 @@ def check(
         _check_extras(problems, q, k, batch, bias, mask, key_ranges, alibi_slopes, sinks, varlen)
         _check_eight_bits(problems, q, k, v, batch, bias, sinks, descales)
         _check_lengths(problems, q, k, varlen, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    if not problems and mask is not None:
-        _check_mask_in_window(problems, mask, window_size, q.shape[1], k.shape[1], seqused_k)
+    if not problems and mask is not None and seqused_k is None:
+        _check_mask_beside_window(problems, mask, causal, window_size, q.shape[1], k.shape[1])
     return problems
 
 
@@ -246,33 +246,36 @@ def _check_eight_bits(problems: list[str], q, k, v, batch: int, bias, sinks, des
             problems.append(f"{name} has the value {float(wrong[0])}; factors must be finite and not negative")
 
 
-def _check_mask_in_window(problems: list[str], mask, window_size, seqlen_q: int, seqlen_k: int, seqused_k) -> None:
-    """A mask with queries and keys of its own that shows what the window hides: one of them is a mistake. A mask of one row
-    for all queries is padding, and one of a column for all keys says which queries there are: neither says how far one sees."""
-    if not _can_be_read(mask) or mask.dim() < 2 or mask.numel() == 0:
+def _check_mask_beside_window(problems: list[str], mask, causal, window_size, seqlen_q: int, seqlen_k: int) -> None:
+    """A mask that is a window of its own, of another reach: one of the two is a mistake. Any other mask (documents, padding,
+    holes) says something else than how far a query sees, and a key is then seen where both show it."""
+    own = _window_of(mask, seqlen_q, seqlen_k) if _can_be_read(mask) else None
+    if own is None:
         return
     left, right = map(int, window_size)
-    if (left < 0 and right < 0) or any(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (-2, -1)):
-        return
-    shown = mask[(None,) * (4 - mask.dim())]
-    if seqused_k is None:
-        shown, lengths = shown.flatten(0, 1).any(0)[None], torch.tensor([seqlen_k], device="cpu")
-    elif _can_be_read(seqused_k):
-        shown, lengths = shown.any(1), seqused_k
-    else:
-        return
-    queries, keys = torch.arange(seqlen_q, device="cpu")[:, None], torch.arange(seqlen_k, device="cpu")
-    distance = keys - (queries + (lengths - seqlen_q)[:, None, None])  # from the diagonal of each sequence
-    hidden = (distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool)
-    if right >= 0:
-        hidden |= distance > right
-    found = (shown & hidden & (keys < lengths[:, None, None])).nonzero()
-    if len(found):
-        _, query, key = found[0].tolist()
+    given = (left if left < seqlen_k - 1 else -1, 0 if causal else right if right < seqlen_q - 1 else -1)
+    if any(-1 not in pair and pair[0] != pair[1] for pair in zip(own, given, strict=True)):
         problems.append(
-            f"mask shows query {query} the key {key}, which window_size {(left, right)} hides; pass mask & the window's own "
-            "mask where both are meant, or leave window_size out where the mask is"
+            f"mask is a window of its own, {own}, and window_size with causal is {given}; pass one of them, or twice the same"
         )
+
+
+def _window_of(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> tuple[int, int] | None:
+    """(left, right) of a mask that is nothing but a window around the bottom-right diagonal, -1 where it has no end; else None."""
+    if mask.dim() < 2 or mask.shape[-2:] != (seqlen_q, seqlen_k) or min(seqlen_q, seqlen_k) < 2 or mask.numel() == 0:
+        return None
+    first = mask[(0,) * (mask.dim() - 2)]
+    if not (torch.equal(first[1:, 1:], first[:-1, :-1]) and torch.equal(mask, first.expand_as(mask))):
+        return None
+    nearest = seqlen_k - seqlen_q  # the key on the diagonal of query 0
+    shown = (
+        torch.cat([first[1:, 0].flip(0), first[0]]).nonzero().flatten()
+    )  # by distance, from -(seqlen_q - 1) - nearest on
+    if len(shown) == 0 or int(shown[-1] - shown[0]) >= len(shown):
+        return None
+    begin, end = int(shown[0]), int(shown[-1])
+    left, right = seqlen_q - 1 + nearest - begin, end - (seqlen_q - 1) - nearest
+    return left if begin > 0 else -1, right if end < seqlen_q + seqlen_k - 2 else -1
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:

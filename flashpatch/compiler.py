@@ -32,6 +32,7 @@ PACKAGES = {
 }
 REINSTALL = "install flashpatch anew, as it was installed: pip install --force-reinstall --no-deps CLONE_OR_WHEEL"
 
+# No fast math and no -ftz: kernels rely on denormals, for one so that a hidden score stays -inf (kScoresThemselves in scores.cuh).
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
 

@@ -246,7 +246,7 @@ def _of_head_dim(head_dim, batch, seqlen, width, dtype, features, peers, rounds,
                     else:
                         runs[len(costs)] = run
                 except Exception as error:
-                    cost.error = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                    cost.error = f"{type(error).__name__}: {str(error)[:200]}".splitlines()[0]
                 costs.append(cost)
     for number_of_round in range(rounds):
         order = [n for n in runs if number_of_round < PEER_ROUNDS or costs[n].kernel not in PEERS]

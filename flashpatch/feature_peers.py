@@ -17,8 +17,8 @@ from .call import Call
 
 def sdpa_efficient(q, k, v, call: Call, direction: str) -> Callable | None:
     """With a mask or a bias, and without any. It takes a bias in the dtype of q only; one in fp32 is rounded beforehand."""
-    given = call.mask is not None or call.bias is not None
-    if not (given or (_is_plain(call) and q.shape[-2] == k.shape[-2])):
+    one_of_them = (call.mask is None) != (call.bias is None) and max(call.window_left, call.window_right) < 0
+    if not (one_of_them or (_is_plain(call) and q.shape[-2] == k.shape[-2])):
         return None
     bias = None if call.bias is None else _without_copies(call.bias).to(q.dtype)
 
@@ -94,11 +94,11 @@ def eager(q, k, v, call: Call, direction: str) -> Callable | None:
         visible = visible & (j >= first) & (j < end)
     if call.mask is not None:
         visible = visible & call.mask
-    added = None
+    added = []
     if not _is_plain(call) and not visible.all():
-        added = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
+        added.append(torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min))
     if call.alibi_slopes is not None:
-        added = -(call.alibi_slopes[:, :, None, None] * (i - j).abs()).to(q.dtype)
+        added.append(-(call.alibi_slopes[:, :, None, None] * (i - j).abs()).to(q.dtype))
     group = q.shape[-2] // k.shape[-2]
 
     bias = None if call.bias is None else _without_copies(call.bias)
@@ -108,8 +108,8 @@ def eager(q, k, v, call: Call, direction: str) -> Callable | None:
         scores = q @ k.transpose(2, 3) * call.softmax_scale
         if call.softcap > 0:
             scores = torch.tanh(scores / call.softcap) * call.softcap
-        for addend in bias or (added,):
-            scores = scores if addend is None else scores + addend
+        for addend in (*bias, *added):
+            scores = scores + addend
         if call.sinks is not None:
             sinks = call.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)

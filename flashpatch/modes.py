@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 
 # Looked up once: each call asks.
 _is_compiling = torch.compiler.is_compiling
+_jit_state = torch._C._get_tracing_state
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
@@ -20,7 +21,13 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 def is_untraced() -> bool:
     """Whether nobody traces or transforms what runs here."""
-    return not (_is_compiling() or _dispatch_modes() or _transforms() is not None or forward_ad._current_level >= 0)
+    return not (
+        _is_compiling()
+        or _jit_state() is not None
+        or _dispatch_modes()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def is_eager(q: torch.Tensor) -> bool:

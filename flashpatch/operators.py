@@ -91,7 +91,19 @@ def expanded(call: Call, q, k) -> Call:
 
 def _forward_body(q, k, v, *arguments):
     *arguments, strict, layer = arguments
-    return execution.forward(q, k, v, expanded(call_of(*arguments), q, k), layer, strict)
+    call = call_of(*arguments)
+    _check_lengths(q, k, call)
+    return execution.forward(q, k, v, expanded(call, q, k), layer, strict)
+
+
+def _check_lengths(q, k, call: Call) -> None:
+    """Raises RuntimeError where a recorded call is given other lengths: torch.jit.trace keeps those it saw as constants."""
+    recorded, given = (call.max_seqlen_q, call.max_seqlen_k), (q.shape[-3], k.shape[-3])
+    if call.cu_seqlens_q is None and recorded != given:
+        raise RuntimeError(
+            f"flashpatch::attention_forward was recorded for {recorded[0]} queries and {recorded[1]} keys and is given {given[0]} "
+            f"and {given[1]}; torch.jit.trace keeps lengths as constants: trace it with these lengths, or use torch.compile"
+        )
 
 
 def _backward_body(dout, dlogsumexp, q, k, v, out, logsumexp, *arguments):

@@ -62,8 +62,8 @@ def attention(
         softcap: c > 0 replaces a score s by c * tanh(s / c) before bias and mask.
         bias: added to the scores, broadcast to [batch, num_heads_q, seqlen_q, seqlen_k]; gets a gradient.
         mask: boolean, True = attend, broadcast likewise. A key is seen where causal, window_size, key_ranges and mask all
-            show it. A mask with queries and keys of its own that shows what `window_size` hides is an error where its values
-            can be read without waiting, on a CPU outside of compiled graphs; elsewhere, so on a GPU, the two are intersected.
+            show it; only a mask that is nothing but a window itself, of another reach than `window_size`, is an error
+            (looked for where its values can be read without waiting for a GPU).
         key_ranges: int32 [batch or 1, seqlen_q or 1, 2]; row i sees keys begin <= j < end. Packed documents,
             chunks, prefixes and image blocks without a dense mask.
         alibi_slopes: fp32 [num_heads_q] or [batch, num_heads_q]; adds -slope * |i + seqlen_k - seqlen_q - j|.

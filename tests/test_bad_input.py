@@ -37,16 +37,13 @@ BAD = {
         r"causal is True.*window_size is \(3, 2\).*causal=False.*window_size=\(3, 0\) or \(3, -1\)",
     ),
     "window-mask": (
-        {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril()},
-        r"mask shows query 2 the key 0, which window_size \(1, 0\) hides; pass mask & the window's.*leave window_size out",
+        {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril().triu(-3)},
+        r"mask is a window of its own, \(3, 0\), and window_size with causal is \(1, 0\); pass one of them",
     ),
     "window-mask-right": (
-        {"window_size": (-1, 2), "mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, r"mask shows query 0 the key 3",
+        {"window_size": (-1, 2), "mask": torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()}, r"window of its own, \(-1, 0\)",
     ),
-    "window-mask-used": (
-        {"window_size": (0, 0), "mask": torch.eye(6, dtype=torch.bool), "seqused_k": offsets(6, 5)},
-        r"mask shows query 0 the key 0, which",
-    ),
+    "causal-mask": ({"causal": True, "mask": torch.ones(6, 6, dtype=torch.bool).tril(2)}, r"its own, \(-1, 2\)"),
     "causal-word": ({"causal": "yes"}, r"causal is 'yes'; True or False"),
     "dropout-one": ({"dropout_p": 1.0}, r"dropout_p is 1\.0; it must be in \[0, 1\)"),
     "dropout-negative": ({"dropout_p": -0.1}, r"dropout_p is -0\.1"),
@@ -102,7 +99,10 @@ def test_bad_arguments_are_named(name):
 
 
 AGREEING = {
-    "inside": {"window_size": (1, 0), "mask": torch.eye(6, dtype=torch.bool)},
+    "documents": {"window_size": (1, 0), "mask": torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)).bool()},
+    "causal": {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril()},
+    "the same window": {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril().triu(-1)},
+    "padding, its own": {"window_size": (1, 0), "mask": (torch.arange(6) > 1).expand(2, 1, 6, 6).contiguous()},
     "padding": {"window_size": (1, 0), "mask": torch.ones(2, 1, 1, 6, dtype=torch.bool)},
     "padding, expanded": {"window_size": (1, 0), "mask": torch.ones(2, 1, 1, 6, dtype=torch.bool).expand(2, 1, 6, 6)},
     "queries": {"window_size": (1, 0), "mask": torch.arange(6)[:, None] > 2},
@@ -128,7 +128,7 @@ def test_what_agrees_is_intersected(name):
 @pytest.mark.filterwarnings("ignore:flashpatch")
 def test_a_mask_that_a_window_narrows_is_no_error_where_nobody_looks():
     """In a compiled graph, as on a GPU, the two are intersected; so they are where a model's mask means both."""
-    given = {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril()}
+    given = {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril().triu(-3)}
     compiled = torch.compile(
         lambda q, k, v: flashpatch.attention(q, k, v, **given, on_decline="fallback"), backend="aot_eager"
     )

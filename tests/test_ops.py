@@ -122,6 +122,21 @@ def test_compile_sees_one_operator_and_counting_does_not_recompile():
     torch.testing.assert_close(result, attention(q * 2, k, v, causal=True) + 1)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:flashpatch", "ignore::DeprecationWarning")
+def test_jit_trace_records_the_operator_and_its_lengths():
+    """It kept neither the call nor, once it did, the lengths apart: another one was computed with those of the trace."""
+    given, other = ([torch.randn(1, n, 2, 16) for _ in range(3)] for n in (9, 9))
+
+    def function(q, k, v):
+        return attention(q, k, v, causal=True)
+
+    traced = torch.jit.trace(function, given, check_trace=False)
+    assert "flashpatch::attention_forward" in str(traced.graph)
+    torch.testing.assert_close(traced(*other), function(*other))
+    with pytest.raises(RuntimeError, match="recorded for 9 queries and 9 keys and is given 12 and 12"):
+        traced(*(torch.randn(1, 12, 2, 16) for _ in range(3)))
+
+
 def test_compile_backward_through_aot():
     torch._dynamo.reset()
     q, k, v = qkv(grad=True)
