@@ -275,6 +275,8 @@ def _window_of(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> tuple[int, i
         return None
     begin, end = int(shown[0]), int(shown[-1])
     left, right = seqlen_q - 1 + nearest - begin, end - (seqlen_q - 1) - nearest
+    if left == right == 0:  # documents of a token each are that, too
+        return None
     return left if begin > 0 else -1, right if end < seqlen_q + seqlen_k - 2 else -1
 
 

@@ -234,7 +234,8 @@ def strain(check: Check) -> float:
 
 def _why_unreached(cell: support_matrix.Cell, device: Device, quick: bool) -> str:
     features = frozenset() if cell.feature == "plain" else frozenset([cell.feature])
-    decision = planning.resolve(Problem(cell.direction, cell.dtype, cell.head_dim, cell.head_dim, features), device)
+    head_dim_v = min(cell.head_dim, max(planning.support().head_dims_v))
+    decision = planning.resolve(Problem(cell.direction, cell.dtype, cell.head_dim, head_dim_v, features), device)
     if isinstance(decision, Decline):
         return str(decision)
     return "left out by --quick" if quick else "no case reaches it: another kernel is preferred"

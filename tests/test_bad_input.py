@@ -100,6 +100,7 @@ def test_bad_arguments_are_named(name):
 
 AGREEING = {
     "documents": {"window_size": (1, 0), "mask": torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)).bool()},
+    "documents of a token": {"window_size": (1, 0), "mask": torch.eye(6, dtype=torch.bool)},
     "causal": {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril()},
     "the same window": {"window_size": (1, 0), "mask": torch.ones(6, 6, dtype=torch.bool).tril().triu(-1)},
     "padding, its own": {"window_size": (1, 0), "mask": (torch.arange(6) > 1).expand(2, 1, 6, 6).contiguous()},

@@ -83,6 +83,9 @@ def test_quick_is_a_part():
     quick = {case.problem for case in cases.cases(EMULATED, quick=True)}
     assert {planning.support().bucket(problem.head_dim) for problem in quick} == {64, 128}
     assert len(quick) < len({case.problem for case in cases.cases(EMULATED)})
+    # and nothing but that is why the others are not run
+    others = [cell for cell in cases.claimed(EMULATED).values() if cell.head_dim not in (64, 128)]
+    assert {verification._why_unreached(cell, EMULATED, True) for cell in others} == {"left out by --quick"}
 
 
 def test_inputs_exist_for_every_feature_of_the_matrix():
