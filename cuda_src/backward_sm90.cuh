@@ -236,7 +236,7 @@ template <int kColumns, class A, class B> DEVICE void issue_transposed_multiply(
 // ---- masks ----
 
 // Who sees 64 keys from `first_key` on: key c of them is seen by the queries first + c <= i <= first + c + span. Unlimited sides are
-// wider than the sequence. Rows that are none need no mask: their logsumexp is +inf.
+// wider than the sequence. Rows that are none need no mask: their logsumexp is +inf (but a key that holds Inf gets NaN of their zeros).
 struct KeyMask {
   int first;
   u32 span;

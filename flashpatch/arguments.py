@@ -249,12 +249,12 @@ def _check_eight_bits(problems: list[str], q, k, v, batch: int, bias, sinks, des
 def _check_mask_beside_window(problems: list[str], mask, causal, window_size, seqlen_q: int, seqlen_k: int) -> None:
     """A mask that is a window of its own, of another reach: one of the two is a mistake. Any other mask (documents, padding,
     holes) says something else than how far a query sees, and a key is then seen where both show it."""
-    own = _window_of(mask, seqlen_q, seqlen_k) if _can_be_read(mask) else None
-    if own is None:
-        return
     left, right = map(int, window_size)
     given = (left if left < seqlen_k - 1 else -1, 0 if causal else right if right < seqlen_q - 1 else -1)
-    if any(-1 not in pair and pair[0] != pair[1] for pair in zip(own, given, strict=True)):
+    if given == (-1, -1) or not _can_be_read(mask):
+        return
+    own = _window_of(mask, seqlen_q, seqlen_k)
+    if own is not None and any(-1 not in pair and pair[0] != pair[1] for pair in zip(own, given, strict=True)):
         problems.append(
             f"mask is a window of its own, {own}, and window_size with causal is {given}; pass one of them, or twice the same"
         )
@@ -268,9 +268,8 @@ def _window_of(mask: torch.Tensor, seqlen_q: int, seqlen_k: int) -> tuple[int, i
     if not (torch.equal(first[1:, 1:], first[:-1, :-1]) and torch.equal(mask, first.expand_as(mask))):
         return None
     nearest = seqlen_k - seqlen_q  # the key on the diagonal of query 0
-    shown = (
-        torch.cat([first[1:, 0].flip(0), first[0]]).nonzero().flatten()
-    )  # by distance, from -(seqlen_q - 1) - nearest on
+    by_distance = torch.cat([first[1:, 0].flip(0), first[0]])  # from -(seqlen_q - 1) - nearest on
+    shown = by_distance.nonzero().flatten()
     if len(shown) == 0 or int(shown[-1] - shown[0]) >= len(shown):
         return None
     begin, end = int(shown[0]), int(shown[-1])

@@ -301,12 +301,12 @@ def _plan(s: _Setting, direction: str, kernel: str, device) -> Plan | None:
 
 def _kernel_run(s: _Setting, direction: str, plan: Plan) -> Callable:
     if direction == "forward":
-        ready = launcher.Forward(plan, s.q, s.k, s.v, s.call)
+        ready = launcher.ready_forward(plan, s.q, s.k, s.v, s.call)
         return lambda: ready.run(s.q, s.k, s.v, s.call)
     forward = execution.decide("forward", s.q, s.k, s.v, s.call)
     out, logsumexp, _ = launcher.forward(forward, s.q, s.k, s.v, s.call)
     dout = torch.randn_like(out)
-    ready = launcher.Backward(plan, dout, s.q, s.k, s.v, out, s.call)
+    ready = launcher.ready_backward(plan, dout, s.q, s.k, s.v, out, s.call)
     return lambda: ready.run(dout, None, s.q, s.k, s.v, out, logsumexp, s.call)
 
 

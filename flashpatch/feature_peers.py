@@ -7,6 +7,7 @@ head_dim] and a Call; None where it has no such feature, or needs the lengths of
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,8 @@ from .call import Call
 
 def sdpa_efficient(q, k, v, call: Call, direction: str) -> Callable | None:
     """With a mask or a bias, and without any. It takes a bias in the dtype of q only; one in fp32 is rounded beforehand."""
-    one_of_them = (call.mask is None) != (call.bias is None) and max(call.window_left, call.window_right) < 0
-    if not (one_of_them or (_is_plain(call) and q.shape[-2] == k.shape[-2])):
+    both = call.mask is not None and call.bias is not None
+    if both or not _is_plain(replace(call, mask=None, bias=None)) or q.shape[-2] != k.shape[-2]:
         return None
     bias = None if call.bias is None else _without_copies(call.bias).to(q.dtype)
 
@@ -27,7 +28,7 @@ def sdpa_efficient(q, k, v, call: Call, direction: str) -> Callable | None:
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=call.softmax_scale)
 
-    return _run(attend, q, k, v, direction, bias, call)
+    return _run(attend, q, k, v, call, direction, bias)
 
 
 def flex(q, k, v, call: Call, direction: str) -> Callable | None:
@@ -75,7 +76,7 @@ def flex(q, k, v, call: Call, direction: str) -> Callable | None:
         score_mod = score if changes else None
         return compiled(q, k, v, score_mod=score_mod, block_mask=blocks, scale=call.softmax_scale, enable_gqa=gqa)
 
-    return _run(attend, q, k, v, direction)
+    return _run(attend, q, k, v, call, direction)
 
 
 def eager(q, k, v, call: Call, direction: str) -> Callable | None:
@@ -100,7 +101,6 @@ def eager(q, k, v, call: Call, direction: str) -> Callable | None:
     if call.alibi_slopes is not None:
         added.append(-(call.alibi_slopes[:, :, None, None] * (i - j).abs()).to(q.dtype))
     group = q.shape[-2] // k.shape[-2]
-
     bias = None if call.bias is None else _without_copies(call.bias)
 
     def attend(q, k, v, *bias):
@@ -116,7 +116,7 @@ def eager(q, k, v, call: Call, direction: str) -> Callable | None:
         p = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
         return F.dropout(p, call.dropout_p) @ v
 
-    return _run(attend, q, k, v, direction, bias, call)
+    return _run(attend, q, k, v, call, direction, bias)
 
 
 PEERS = {"sdpa_efficient": sdpa_efficient, "flex": flex, "eager": eager}
@@ -138,7 +138,7 @@ def _without_copies(bias: torch.Tensor) -> torch.Tensor:
     return bias[tuple(slice(None) if stride else slice(0, 1) for stride in bias.stride())]
 
 
-def _run(attend, q, k, v, direction: str, bias: torch.Tensor | None = None, call: Call | None = None) -> Callable:
+def _run(attend, q, k, v, call: Call, direction: str, bias: torch.Tensor | None = None) -> Callable:
     """attend(q, k, v) or attend(q, k, v, bias), or the backward of it; a bias has a gradient where the Call asks for it."""
     backward = direction == "backward"
     q, k, v = (tensor.transpose(1, 2).detach().requires_grad_(backward) for tensor in (q, k, v))

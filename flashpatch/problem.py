@@ -129,9 +129,7 @@ class Plan:
     status: str
     note: str = ""
     cells: tuple[str, ...] = field(default=())
-    padded_to: tuple[int, int] | None = (
-        None  # head dims of q and k, and of v, where zeros must go behind the given ones
-    )
+    padded_to: tuple[int, int] | None = None  # head dims of q and k, and of v, with the zeros that must go behind them
 
     @functools.cached_property
     def padding(self) -> str:

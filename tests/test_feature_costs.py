@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from flashpatch import feature_costs, feature_peers, reference
+from flashpatch import emulator, execution, feature_costs, feature_peers, reference
 
 KEYWORDS = ("softcap", "bias", "mask", "alibi_slopes", "sinks", "key_ranges")
 # Dropout draws its own numbers, packed sequences have no dense peer.
@@ -46,6 +46,21 @@ def test_a_bias_that_trains_has_its_gradient_in_every_peer(monkeypatch):
     assert [gradient.shape for gradient in found[0]] == [*3 * [(2, 4, 33, 16)], (1, 4, 33, 33)]
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
+def test_a_head_dim_that_is_padded_is_timed_on_padded_copies(monkeypatch):
+    """Its kernels were handed the tensors as they are."""
+    monkeypatch.setenv("FLASHPATCH_EMULATE", "1")
+    torch.manual_seed(0)
+    s = feature_costs._setting("causal", *(torch.randn(1, 33, 2, 20).half() for _ in range(3)))
+    forward, backward = (
+        feature_costs._kernel_run(s, d, feature_costs._plan(s, d, f"{d}_sm80", execution.device_of(s.q.device)))()
+        for d in ("forward", "backward")
+    )
+    expected, _ = reference.attention(s.q, s.k, s.v, window_size=(-1, 0))
+    torch.testing.assert_close(forward[0].double(), expected, rtol=1e-2, atol=2e-3)
+    assert [gradient.shape for gradient in backward[:3]] == 3 * [s.q.shape]
 
 
 def test_a_cost_compares_neighbours(monkeypatch):
